@@ -1,0 +1,41 @@
+# make train   set up, then run the main job; flags: make train ARGS="--discipline lock-free"
+# make test    set up, then the tests (minutes); make test-all: the long ones too
+# make check   formatting, lint and types
+# make setup   only the virtual environment; make clean removes it
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup train test test-all check format clean
+
+setup: $(READY)
+
+# The stamp is written last, so a set-up that was broken off is done again.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Offbeat needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: $(READY)
+	@$(BIN)/offbeat train $(ARGS)
+
+test: $(READY)
+	$(BIN)/pytest -m 'not slow' $(ARGS)
+
+test-all: $(READY)
+	$(BIN)/pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV)

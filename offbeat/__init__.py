@@ -1,0 +1,80 @@
+"""Offbeat trains PyTorch models with parameter servers, and makes the update discipline a flag.
+
+Nothing is imported before it is used: `offbeat --help` must not pay for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from offbeat.version import __version__
+
+if TYPE_CHECKING:
+    from offbeat.api import Result, train
+    from offbeat.config import TrainConfig
+    from offbeat.data.datasets import load_dataset
+    from offbeat.errors import OffbeatError, RunError, UsageError
+    from offbeat.optim import (
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Optimizer,
+        RMSprop,
+        constant,
+        cosine,
+        step_decay,
+    )
+    from offbeat.recipes.base import Recipe, accuracy
+
+_HOME = {
+    "Adagrad": "optim",
+    "Adam": "optim",
+    "AdamW": "optim",
+    "OffbeatError": "errors",
+    "Optimizer": "optim",
+    "RMSprop": "optim",
+    "Recipe": "recipes.base",
+    "Result": "api",
+    "RunError": "errors",
+    "SGD": "optim",
+    "TrainConfig": "config",
+    "UsageError": "errors",
+    "accuracy": "recipes.base",
+    "constant": "optim",
+    "cosine": "optim",
+    "load_dataset": "data.datasets",
+    "step_decay": "optim",
+    "train": "api",
+}
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "OffbeatError",
+    "Optimizer",
+    "RMSprop",
+    "Recipe",
+    "Result",
+    "RunError",
+    "TrainConfig",
+    "UsageError",
+    "__version__",
+    "accuracy",
+    "constant",
+    "cosine",
+    "load_dataset",
+    "step_decay",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"offbeat.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

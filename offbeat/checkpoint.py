@@ -1,0 +1,171 @@
+"""Checkpoints: RUN/checkpoints/<version>/ with manifest.json and one safetensors file per shard.
+
+A checkpoint is complete or absent: it is written under a temporary name, flushed to the disk, and
+renamed. Every file's SHA-256 stands in manifest.json, whose own stands in manifest.sha256; loading
+believes nothing else.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from offbeat.errors import CheckpointError
+from offbeat.flat import Manifest
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardState:
+    """One shard in a checkpoint: tensors, version, and the last push of each worker that is in."""
+
+    version: int
+    tensors: dict[str, Tensor]
+    claimed: dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    version: int
+    manifest: Manifest
+    shards: tuple[ShardState, ...]
+    frozen: dict[str, Tensor]
+
+    def state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """What `module.load_state_dict` takes; with `ema`, of the moving average where there is
+        one."""
+        key = "ema" if ema and all("ema" in s.tensors for s in self.shards) else "params"
+        params = torch.cat([shard.tensors[key] for shard in self.shards])
+        first = self.shards[0].tensors
+        floats = first.get("floats", torch.empty(0))
+        ints = first.get("ints", torch.empty(0, dtype=torch.int64))
+        return self.manifest.state_dict(params, floats, ints, self.frozen)
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Commit a checkpoint into `folder`; returns where it is. One that is there already is kept."""
+    final = folder / f"{checkpoint.version:08d}"
+    if final.exists():
+        return final
+    temporary = folder / f".{final.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        files = {f"shard-{k}.safetensors": s.tensors for k, s in enumerate(checkpoint.shards)}
+        if checkpoint.frozen:
+            files["frozen.safetensors"] = checkpoint.frozen
+        digests = {name: _write_tensors(temporary / name, t) for name, t in files.items()}
+        text = json.dumps(_describe(checkpoint, digests), indent=1)
+        _write(temporary / "manifest.json", text.encode())
+        _write(temporary / "manifest.sha256", _sha256(text.encode()).encode())
+        _sync_folder(temporary)
+        temporary.rename(final)
+        _sync_folder(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"cannot write {final}: {error.strerror or error}") from error
+    return final
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """One checkpoint, every byte of it checked; a CheckpointError names the file that is bad."""
+    text = _read(path / "manifest.json")
+    if _sha256(text) != _read(path / "manifest.sha256").decode(errors="replace"):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 is wrong")
+    described = json.loads(text)
+    if described["format"] != FORMAT:
+        raise CheckpointError(f"{path} is of format {described['format']}; this reads {FORMAT}")
+    contents = {}
+    for name, digest in described["files"].items():
+        raw = _read(path / name)
+        if _sha256(raw) != digest:
+            raise CheckpointError(f"{path / name} is damaged: its SHA-256 is wrong")
+        contents[name] = load_tensors(raw)
+    shards = tuple(
+        ShardState(
+            version=entry["version"],
+            tensors=contents[f"shard-{k}.safetensors"],
+            claimed={int(worker): (i, s) for worker, (i, s) in entry["claimed"].items()},
+        )
+        for k, entry in enumerate(described["shards"])
+    )
+    return Checkpoint(
+        version=described["version"],
+        manifest=Manifest.from_json(described["manifest"]),
+        shards=shards,
+        frozen=contents.get("frozen.safetensors", {}),
+    )
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The committed checkpoints in a folder, oldest first."""
+    return sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint:
+    """The newest one that is whole."""
+    complaints = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return load_checkpoint(path)
+        except CheckpointError as error:
+            complaints.append(str(error))
+    reason = "; ".join(complaints) or "there is none"
+    raise CheckpointError(f"no valid checkpoint in {folder}: {reason}")
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep`."""
+    for path in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(path)
+
+
+def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": checkpoint.version,
+        "shards": [{"version": s.version, "claimed": s.claimed} for s in checkpoint.shards],
+        "files": dict(digests),
+        "manifest": checkpoint.manifest.to_json(),
+    }
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    raw = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
+    _write(path, raw)
+    return _sha256(raw)
+
+
+def _write(path: Path, raw: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

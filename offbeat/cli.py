@@ -1,0 +1,127 @@
+"""The command `offbeat`: flags and printing, nothing else.
+
+    offbeat train --discipline lock-free --workers 4
+
+Exit codes: 0 done; 1 the run failed; 2 something was wrong with what was asked for; 130 Ctrl-C.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from offbeat.config import TrainConfig, make_config, options, read_config_file, yes_or_no
+from offbeat.errors import ConfigError, OffbeatError, nearest
+from offbeat.version import __version__
+
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with one line that names the remedy."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        return _train(_read_flags(arguments))
+    except OffbeatError as error:
+        print(f"offbeat: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("offbeat: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _read_flags(arguments: list[str]) -> TrainConfig:
+    parser = _make_parser()
+    known, unknown = parser.parse_known_args(arguments)
+    if known.command is None:
+        parser.print_help()
+        raise SystemExit(2)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        flags = [_flag(name) for name in (*options(), "config", "help")]
+        raise ConfigError(f"unknown argument {flag!r}; {_hint(flag, flags)}")
+    given = {k: v for k, v in vars(known).items() if k not in ("command", "config")}
+    from_file = read_config_file(known.config) if known.config else {}
+    return make_config(_without_opposite(from_file, given), given)
+
+
+def _without_opposite(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """--steps on the command line beats epochs in the file, and the other way round."""
+    opposite = {"steps": "epochs", "epochs": "steps"}
+    return {k: v for k, v in from_file.items() if opposite.get(k) not in given}
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="offbeat",
+        description="Train PyTorch models with parameter servers; the update discipline is a flag.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"offbeat {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    train = commands.add_parser(
+        "train",
+        help="train a recipe",
+        description="Train a recipe. Without any flag: a small convnet on the built-in data.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    train.add_argument(
+        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
+    )
+    for name, option in options().items():
+        _add_option(train, name, option.default, option.metadata)
+    return parser
+
+
+def _add_option(
+    parser: argparse.ArgumentParser, name: str, default: Any, metadata: Mapping[str, Any]
+) -> None:
+    help_text = metadata["help"]
+    if metadata["kind"] is yes_or_no:
+        parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=help_text)
+        return
+    if metadata["choices"]:
+        help_text += f": {', '.join(metadata['choices'])}"
+    if default is not None:
+        help_text += f" (default: {default})"
+    parser.add_argument(_flag(name), metavar=name.rpartition("_")[2].upper(), help=help_text)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _hint(flag: str, flags: Sequence[str]) -> str:
+    hint = nearest(flag, flags)
+    return hint if hint.startswith("did") else "see offbeat train --help"
+
+
+def _train(config: TrainConfig) -> int:
+    from offbeat.api import train_config
+
+    result = train_config(config)
+    _print_result(result.summary)
+    if result.interrupted:
+        print(f"offbeat: interrupted; what was learned is in {result.run_dir}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _print_result(summary: Mapping[str, Any]) -> None:
+    """The last lines on the console, as the distributed MNIST seed ends."""
+    if summary["test_metric"] is not None:
+        accuracy = summary["test_accuracy"]
+        if accuracy is not None:
+            print(f"Test-Accuracy: {accuracy:.4f}")
+        else:
+            print(f"Test-Metric: {summary['test_metric']:.4f} ({summary['metric']})")
+    print(f"Total Time: {summary['total_time_s']:.2f}s")
+    if summary["final_cost"] is not None:
+        print(f"Final Cost: {summary['final_cost']:.4f}")

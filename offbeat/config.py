@@ -1,0 +1,245 @@
+"""The configuration of a run: one frozen dataclass, from which flags, file keys and arguments are
+made.
+
+Called by the command line and by `offbeat.train`; imports no torch, so that `offbeat --help` is
+instant. A flag beats a file beats a default:
+
+    >>> TrainConfig(workers=4, discipline="bounded:2").validated().staleness
+    2.0
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import ConfigError, nearest
+
+DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded")
+ENGINES = ("inproc",)
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
+DEFAULT_STALENESS = 1.0
+
+
+def _option(
+    default: Any, kind: Callable[[Any], Any], help: str, *, choices: tuple[str, ...] = ()
+) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help, "choices": choices})
+
+
+def whole(value: Any) -> int:
+    """A whole number, out of a flag's text or a file's value."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    return int(value)
+
+
+def number(value: Any) -> float:
+    """A number; `inf` is one, NaN is not."""
+    if isinstance(value, bool) or math.isnan(result := float(value)):
+        raise ValueError
+    return result
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str | Path):
+        raise ValueError
+    return str(value)
+
+
+def yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+KIND_NAMES = {
+    whole: "a whole number",
+    number: "a number",
+    text: "text",
+    yes_or_no: "true or false",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What `offbeat train` can be told. None stands for "as the recipe or the machine suggests"."""
+
+    recipe: str = _option(
+        "fashion-cnn",
+        text,
+        "a built-in recipe's name, package.module:attribute, or path/to/file.py:attribute",
+    )
+    discipline: str = _option(
+        "apply-reply", text, f"when gradients are applied: {', '.join(DISCIPLINES)}, or bounded:S"
+    )
+    servers: int = _option(1, whole, "parameter servers, each with a slice of the parameters")
+    workers: int = _option(2, whole, "workers, the master among them")
+    epochs: int | None = _option(
+        None, whole, "passes of each worker over its own share of the data"
+    )
+    steps: int | None = _option(None, whole, "gradients per worker, instead of --epochs")
+    batch_size: int | None = _option(None, whole, "examples per gradient")
+    optimizer: str | None = _option(
+        None, text, "the servers' optimizer instead of the recipe's", choices=OPTIMIZERS
+    )
+    lr: float | None = _option(None, number, "learning rate, before the recipe's schedule")
+    fused: bool = _option(
+        False,
+        yes_or_no,
+        "torch's fused optimizer kernels: close to the default ones, not bit for bit",
+    )
+    reduce: str = _option(
+        "mean", text, "sync: what becomes of a round's gradients", choices=("mean", "sum")
+    )
+    backup_workers: int = _option(0, whole, "sync: close a round without this many of the slowest")
+    round_timeout: float = _option(
+        math.inf, number, "sync: close a round this many seconds after its first gradient"
+    )
+    staleness: float | None = _option(
+        None, number, "bounded: how many steps one may be ahead of the slowest (inf: any number)"
+    )
+    seed: int = _option(0, whole, "seed of weights, shares, orders and augmentation")
+    threads: int | None = _option(None, whole, "CPU threads of each worker")
+    engine: str = _option(
+        "inproc", text, "what starts the roles; inproc: threads of this process", choices=ENGINES
+    )
+    run_dir: str | None = _option(
+        None, text, "the run's folder; default: runs/<time>-<recipe>-<discipline>"
+    )
+    data_dir: str = _option("data", text, "where datasets lie, each in a folder of its own")
+    eval_every: int | None = _option(
+        None,
+        whole,
+        "score a checkpoint every so many updates; 0: at the end only; default: about every epoch",
+    )
+    keep: int = _option(3, whole, "how many of the newest checkpoints to keep")
+    quiet: bool = _option(False, yes_or_no, "print the result only")
+
+    def validated(self) -> "TrainConfig":
+        """The same in its resolved form, or a ConfigError that names what is wrong with it."""
+        config = _resolve_discipline(self)
+        for name, value in vars(config).items():
+            _check_choice(name, value)
+        for name, least in _LEAST.items():
+            value = getattr(config, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}")
+        for name in ("lr", "round_timeout"):
+            value = getattr(config, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be above 0, not {value:g}")
+        if config.lr == math.inf:
+            raise ConfigError("lr must be finite")
+        if config.steps is not None and config.epochs is not None:
+            raise ConfigError("steps and epochs both say how long to train: give one of the two")
+        if config.backup_workers >= config.workers:
+            raise ConfigError(
+                f"backup_workers must be below the number of workers: {config.backup_workers} of "
+                f"{config.workers} would leave nobody to wait for"
+            )
+        return config
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; infinities as text, since JSON knows none."""
+        return {k: "inf" if v == math.inf else v for k, v in dataclasses.asdict(self).items()}
+
+
+_LEAST = {
+    "servers": 1,
+    "workers": 1,
+    "epochs": 1,
+    "steps": 1,
+    "batch_size": 1,
+    "backup_workers": 0,
+    "seed": 0,
+    "threads": 1,
+    "eval_every": 0,
+    "keep": 1,
+}
+
+
+def options() -> dict[str, dataclasses.Field[Any]]:
+    """Every option by its name, in the order of the dataclass."""
+    return {f.name: f for f in dataclasses.fields(TrainConfig)}
+
+
+def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
+    """A validated configuration; a later layer beats an earlier one, unknown keys are fatal."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            merged[key] = _convert(key, value)
+    return TrainConfig(**merged).validated()
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The options in a TOML or JSON file; a run's own config.json will do."""
+    path = Path(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+        loaded = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, ValueError) as error:
+        form = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"{path} is not valid {form}: {error}") from error
+    if isinstance(loaded, dict) and isinstance(loaded.get("config"), dict):
+        loaded = loaded["config"]  # a run's config.json: its other keys tell where it ran
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} holds no table of options")
+    values = {key.replace("-", "_"): value for key, value in loaded.items()}
+    for key in values:
+        if key not in options():
+            raise ConfigError(f"{path}: unknown key {key!r}; {nearest(key, options())}")
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _convert(key: str, value: Any) -> Any:
+    known = options()
+    if key not in known:
+        raise ConfigError(f"unknown option {key!r}; {nearest(key, known)}")
+    if value is None:
+        return None
+    kind = known[key].metadata["kind"]
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{key} must be {KIND_NAMES[kind]}, not {value!r}") from None
+
+
+def _check_choice(name: str, value: Any) -> None:
+    choices = options()[name].metadata["choices"]
+    if value is not None and choices and value not in choices:
+        raise ConfigError(f"unknown {name} {value!r}; {nearest(value, choices)}")
+
+
+def _resolve_discipline(config: TrainConfig) -> TrainConfig:
+    """Take bounded:2 apart, and refuse options that the chosen discipline would ignore."""
+    name, colon, short = config.discipline.partition(":")
+    if name not in DISCIPLINES:
+        raise ConfigError(f"unknown discipline {name!r}; {nearest(name, DISCIPLINES)}")
+    if colon and name != "bounded":
+        raise ConfigError(
+            f"only bounded takes a number, as in bounded:2; not {config.discipline!r}"
+        )
+    staleness = config.staleness
+    if colon:
+        staleness = _convert("staleness", short)
+        if config.staleness not in (None, staleness):
+            raise ConfigError(f"{config.discipline} contradicts staleness {config.staleness:g}")
+    if staleness is not None and name != "bounded":
+        raise ConfigError(f"staleness belongs to the discipline bounded, not to {name}")
+    if name == "bounded":
+        staleness = DEFAULT_STALENESS if staleness is None else staleness
+        if staleness < 0 or not (staleness == math.inf or staleness.is_integer()):
+            raise ConfigError(f"staleness must be 0, 1, 2, ... or inf, not {staleness:g}")
+    if name != "sync":
+        for option in ("reduce", "backup_workers", "round_timeout"):
+            if getattr(config, option) != options()[option].default:
+                raise ConfigError(f"{option} belongs to the discipline sync, not to {name}")
+    return dataclasses.replace(config, discipline=name, staleness=staleness)

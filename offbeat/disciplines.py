@@ -1,0 +1,232 @@
+"""The update disciplines: nothing but the order of Apply and Reply. START HERE.
+
+A server asks its discipline what to do whenever something happens: a worker pushed a gradient,
+joined, left, or time went by. The answer is a list of actions, which the server carries out in
+that order:
+
+    Apply(pushes)   make one update of the shard out of these gradients, in this order
+    Reply(worker)   send this worker the newest parameters; it goes on to its next step
+    Drop(push)      forget this gradient; it came too late
+
+There is no thread, socket, clock or arithmetic in this file, so the same classes run in a live
+server and in tests that script every interleaving:
+
+    >>> ApplyReply([0, 1]).on_push(Push(worker=0, sequence=1))
+    [Apply(pushes=(Push(worker=0, sequence=1),)), Reply(worker=0)]
+    >>> ReplyApply([0, 1]).on_push(Push(worker=0, sequence=1))
+    [Reply(worker=0), Apply(pushes=(Push(worker=0, sequence=1),))]
+
+What a server promises in return, and what the classes rely on: one event at a time (unless
+`locked` is False); a worker pushes only after it joined or got a reply; every push is handed over
+once.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A gradient on its way up; the numbers that it consists of stay with the server."""
+
+    worker: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    pushes: tuple[Push, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    push: Push
+
+
+Action = Apply | Reply | Drop
+
+
+class Discipline(ABC):
+    """The rule for when a pushed gradient is applied and when its worker gets parameters back.
+
+    `workers` are those the run starts with. They count as present from the beginning, so that
+    nobody runs ahead while the others are still on their way; one that never comes must be
+    reported as left.
+    """
+
+    locked = True
+    """Whether the server must keep events and actions of different workers apart."""
+
+    def __init__(self, workers: Iterable[int]) -> None:
+        self.present = set(workers)
+
+    @abstractmethod
+    def on_push(self, push: Push) -> list[Action]:
+        """`push.worker` sent a gradient and waits for its reply."""
+
+    def on_join(self, worker: int) -> list[Action]:
+        """`worker` came, and is given the newest parameters together with this event."""
+        self.present.add(worker)
+        return []
+
+    def on_leave(self, worker: int) -> list[Action]:
+        """`worker` is gone: finished, dead or declared so. It waits for no reply any more."""
+        self.present.discard(worker)
+        return []
+
+    def on_tick(self, now: float) -> list[Action]:
+        """It is `now`, in seconds on any clock that never goes back."""
+        return []
+
+
+class ApplyReply(Discipline):
+    """Asynchronous: a worker gets back parameters that contain its own gradient, and waits for
+    nobody."""
+
+    def on_push(self, push: Push) -> list[Action]:
+        return [Apply((push,)), Reply(push.worker)]
+
+
+class ReplyApply(Discipline):
+    """Asynchronous: a worker gets the newest parameters at once; its gradient is applied behind
+    its back."""
+
+    def on_push(self, push: Push) -> list[Action]:
+        return [Reply(push.worker), Apply((push,))]
+
+
+class LockFree(ReplyApply):
+    """Reply-apply with no mutual exclusion anywhere, as in Project Adam and Hogwild.
+
+    It keeps no state that a push changes, which is why events may come from many threads at once.
+    """
+
+    locked = False
+
+
+class Sync(Discipline):
+    """On the beat: a round is one gradient from every worker present, one update, one reply to
+    each.
+
+    With `backup_workers` b a round closes when all but b have come; with `round_timeout_s` at the
+    first tick that long after its first gradient was seen waiting. Whoever comes late is dropped
+    and answered.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[int],
+        *,
+        backup_workers: int = 0,
+        round_timeout_s: float = math.inf,
+    ) -> None:
+        super().__init__(workers)
+        self.backup_workers = backup_workers
+        self.round_timeout_s = round_timeout_s
+        self.round = 0
+        self.round_of = dict.fromkeys(self.present, 0)  # whose parameters each worker computes on
+        self.arrived: dict[int, Push] = {}
+        self.waiting_since: float | None = None
+
+    def on_push(self, push: Push) -> list[Action]:
+        if self.round_of[push.worker] < self.round:
+            self.round_of[push.worker] = self.round
+            return [Drop(push), Reply(push.worker)]
+        self.arrived[push.worker] = push
+        return self._close_if_full()
+
+    def on_join(self, worker: int) -> list[Action]:
+        super().on_join(worker)
+        self.round_of[worker] = self.round
+        return []
+
+    def on_leave(self, worker: int) -> list[Action]:
+        super().on_leave(worker)
+        abandoned = self.arrived.pop(worker, None)
+        return ([Drop(abandoned)] if abandoned else []) + self._close_if_full()
+
+    def on_tick(self, now: float) -> list[Action]:
+        if not self.arrived:
+            return []
+        if self.waiting_since is None:
+            self.waiting_since = now
+        return self._close() if now - self.waiting_since >= self.round_timeout_s else []
+
+    def _close_if_full(self) -> list[Action]:
+        enough = max(1, len(self.present) - self.backup_workers)
+        return self._close() if len(self.arrived) >= enough else []
+
+    def _close(self) -> list[Action]:
+        ranks = sorted(self.arrived)  # a fixed order makes the sum of a round the same to the bit
+        pushes = tuple(self.arrived[rank] for rank in ranks)
+        self.arrived = {}
+        self.waiting_since = None
+        self.round += 1
+        self.round_of.update(dict.fromkeys(ranks, self.round))
+        return [Apply(pushes), *(Reply(rank) for rank in ranks)]
+
+
+class Bounded(Discipline):
+    """Apply-reply, but nobody starts a step more than `staleness` clocks ahead of the slowest.
+
+    A worker's clock is the number of its gradients that are in. 0 keeps everybody in step, as
+    sync does, with separate updates; infinity is apply-reply.
+    """
+
+    def __init__(self, workers: Iterable[int], *, staleness: float) -> None:
+        super().__init__(workers)
+        self.staleness = staleness
+        self.clock = dict.fromkeys(self.present, 0)
+        self.waiting: set[int] = set()
+
+    def on_push(self, push: Push) -> list[Action]:
+        self.clock[push.worker] += 1
+        self.waiting.add(push.worker)
+        return [Apply((push,)), *self._release()]
+
+    def on_join(self, worker: int) -> list[Action]:
+        super().on_join(worker)
+        self.clock.setdefault(worker, min(self.clock.values(), default=0))
+        return []
+
+    def on_leave(self, worker: int) -> list[Action]:
+        super().on_leave(worker)
+        self.clock.pop(worker, None)
+        self.waiting.discard(worker)
+        return self._release()
+
+    def _release(self) -> list[Action]:
+        slowest = min(self.clock.values(), default=0)
+        ready = sorted(w for w in self.waiting if self.clock[w] - slowest <= self.staleness)
+        self.waiting.difference_update(ready)
+        return [Reply(worker) for worker in ready]
+
+
+def make_discipline(
+    name: str,
+    workers: Iterable[int],
+    *,
+    backup_workers: int = 0,
+    round_timeout_s: float = math.inf,
+    staleness: float = 0,
+) -> Discipline:
+    """The discipline called `name`; each takes from the options what concerns it."""
+    match name:
+        case "sync":
+            return Sync(workers, backup_workers=backup_workers, round_timeout_s=round_timeout_s)
+        case "apply-reply":
+            return ApplyReply(workers)
+        case "reply-apply":
+            return ReplyApply(workers)
+        case "lock-free":
+            return LockFree(workers)
+        case "bounded":
+            return Bounded(workers, staleness=staleness)
+    raise AssertionError(f"no discipline is called {name!r}; the configuration should have said so")

@@ -1,0 +1,256 @@
+"""The engine `inproc`: servers, workers, master and evaluator as threads of this process.
+
+Called by the api. `run` returns when the job is over, one way or another, with nothing left
+running: workers finish, servers drain, the master commits the last checkpoint, the evaluator
+scores it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offbeat.disciplines import make_discipline
+from offbeat.errors import NonFiniteLossError, OffbeatError, RoleError, in_a_line
+from offbeat.events import EventLog
+from offbeat.flat import FlatModel
+from offbeat.job import Job
+from offbeat.progress import Display, Status
+from offbeat.roles.evaluator import Evaluator, metric_name
+from offbeat.roles.master import Master
+from offbeat.roles.server import Server
+from offbeat.roles.worker import Worker, worker_failure
+from offbeat.rundir import RunFolder, close_log
+from offbeat.transport.inproc import InprocListener, InprocWorkerEnd
+
+CONNECT_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 60.0
+REFRESH_S = 0.1
+
+
+class InprocEngine:
+    """One job in one process; used once."""
+
+    def __init__(
+        self, job: Job, folder: RunFolder, display: Display, clock: Callable[[], float]
+    ) -> None:
+        self.job = job
+        self.folder = folder
+        self.display = display
+        self.clock = clock
+        self.stop = threading.Event()
+        self.interrupted = False
+        self.failures: list[OffbeatError] = []
+        self._event_logs: list[EventLog] = []
+        self._logs: list[logging.Logger] = []
+        self._listeners = [InprocListener() for _ in job.slices]
+        self._books = self._events("master")
+        initial = job.make_model()
+        self.servers = [self._make_server(k, initial) for k in range(job.config.servers)]
+        self.workers = [self._make_worker(rank) for rank in range(job.config.workers)]
+        self.evaluator = self._make_evaluator()
+        self.master = self._make_master(initial)
+
+    def run(self) -> None:
+        """Raises what the run failed with, after everything has been ended and kept."""
+        threads_before = torch.get_num_threads()
+        worker_threads = [
+            self._thread(f"worker-{w.rank}", w.run, self._worker_failed(w)) for w in self.workers
+        ]
+        master = self._thread("master", self.master.run, self._role_failed("the master"))
+        evaluator = self._thread(
+            "evaluator", self._run_evaluator, self._role_failed("the evaluator")
+        )
+        self._books.record("run", phase="start", at_s=self.clock())
+        for server in self.servers:
+            server.start()
+        for thread in (*worker_threads, master, evaluator):
+            thread.start()
+        try:
+            self._watch(worker_threads)
+            self._finish(master, evaluator)
+        finally:
+            self._end(threads_before)
+        if self.failures:
+            raise self.failures[0]
+
+    # -- the course of a run -------------------------------------------------------------------
+
+    def _watch(self, threads: list[threading.Thread]) -> None:
+        """Show progress until these threads are done; Ctrl-C stops the workers."""
+        while any(thread.is_alive() for thread in threads):
+            try:
+                for thread in threads:
+                    thread.join(REFRESH_S / len(threads))
+                self.display.update(self._status())
+                for log in self._event_logs:
+                    log.flush()
+                self._look_for_failed_servers()
+            except KeyboardInterrupt:
+                if self.interrupted:
+                    raise
+                self.interrupted = True
+                self.stop.set()
+
+    def _finish(self, master: threading.Thread, evaluator: threading.Thread) -> None:
+        """Every accepted gradient is applied; then the last checkpoint, then its score."""
+        for server in self.servers:
+            if not server.drain(DRAIN_TIMEOUT_S):
+                self.failures.append(RoleError(f"server {server.index} did not come to an end"))
+        self._look_for_failed_servers()
+        self.master.finish()
+        self._watch([master])
+        try:
+            self.master.commit_now()
+        except OffbeatError as error:
+            self.failures.append(error)
+        if self.evaluator:
+            self.evaluator.finish()
+        self._watch([evaluator])
+
+    def _end(self, threads_before: int) -> None:
+        self.stop.set()
+        for server in self.servers:
+            server.close()
+        torch.set_num_threads(threads_before)
+        status = "failed" if self.failures else "interrupted" if self.interrupted else "finished"
+        self._books.record("run", phase="end", status=status, at_s=self.clock())
+        for events in self._event_logs:
+            events.close()
+        for log in self._logs:
+            close_log(log)
+        self.display.close()
+
+    # -- making the roles ----------------------------------------------------------------------
+
+    def _make_server(self, index: int, initial: FlatModel) -> Server:
+        config = self.job.config
+        discipline = make_discipline(
+            config.discipline,
+            range(config.workers),
+            backup_workers=config.backup_workers,
+            round_timeout_s=config.round_timeout,
+            staleness=config.staleness or 0,
+        )
+        return Server(
+            self.job.make_shard(index, initial),
+            discipline,
+            self._listeners[index],
+            index=index,
+            fingerprint=self.job.fingerprint,
+            **self._means(f"ps-{index}"),
+        )
+
+    def _make_worker(self, rank: int) -> Worker:
+        return Worker(
+            self.job,
+            rank,
+            self.job.make_model(),
+            self._connect,
+            stop=self.stop,
+            **self._means(f"worker-{rank}"),
+        )
+
+    def _make_master(self, initial: FlatModel) -> Master:
+        return Master(
+            self.job,
+            self.servers,
+            self.folder.checkpoints,
+            initial.frozen(),
+            committed=self.evaluator.notify if self.evaluator else lambda path: None,
+            events=self._books,
+            log=self._log("master"),
+            clock=self.clock,
+        )
+
+    def _make_evaluator(self) -> Evaluator | None:
+        if self.job.test is None:
+            return None
+        return Evaluator(self.job, self.job.make_model().module, **self._means("evaluator"))
+
+    def _connect(self, rank: int, model: FlatModel) -> list[InprocWorkerEnd]:
+        """Join every server; the replies land in the model's own memory."""
+        hello = {"worker": rank, "incarnation": 0, "fingerprint": self.job.fingerprint}
+        return [
+            listener.connect(
+                hello, self.job.layout(k), CONNECT_TIMEOUT_S, params=model.params[lo:hi]
+            )
+            for k, (listener, (lo, hi)) in enumerate(
+                zip(self._listeners, self.job.slices, strict=True)
+            )
+        ]
+
+    def _means(self, role: str) -> dict[str, Any]:
+        return {"events": self._events(role), "log": self._log(role), "clock": self.clock}
+
+    def _events(self, role: str) -> EventLog:
+        log = EventLog(self.folder.events / f"{role}.jsonl")
+        self._event_logs.append(log)
+        return log
+
+    def _log(self, role: str) -> logging.Logger:
+        log = self.folder.open_log(role)
+        self._logs.append(log)
+        return log
+
+    # -- failures and progress -----------------------------------------------------------------
+
+    def _thread(
+        self, name: str, body: Callable[[], None], failed: Callable[[Exception], None]
+    ) -> threading.Thread:
+        def run() -> None:
+            try:
+                body()
+            except Exception as error:
+                failed(error)
+
+        return threading.Thread(target=run, name=name, daemon=True)
+
+    def _worker_failed(self, worker: Worker) -> Callable[[Exception], None]:
+        def failed(error: Exception) -> None:
+            worker._log.error("failed", exc_info=error)
+            if self.stop.is_set():
+                return  # it went down with a run that had failed already
+            if isinstance(error, NonFiniteLossError):
+                self.failures.append(error)
+            else:
+                step = worker.stats.num_steps + 1
+                self.failures.append(worker_failure(worker.rank, step, in_a_line(error)))
+            self.stop.set()
+
+        return failed
+
+    def _role_failed(self, who: str) -> Callable[[Exception], None]:
+        def failed(error: Exception) -> None:
+            self.failures.append(RoleError(f"{who} failed: {in_a_line(error)}"))
+
+        return failed
+
+    def _look_for_failed_servers(self) -> None:
+        """A server's failure comes first: what the workers then complain of follows from it."""
+        for server in self.servers:
+            if server.failure is not None:
+                line = in_a_line(server.failure)
+                server.failure = None
+                self.failures.insert(0, RoleError(f"server {server.index} failed: {line}"))
+                self.stop.set()
+
+    def _run_evaluator(self) -> None:
+        if self.evaluator:
+            self.evaluator.run()
+
+    def _status(self) -> Status:
+        stats = [worker.stats for worker in self.workers]
+        losses = [s.loss for s in stats if s.num_steps]
+        staleness = [s for server in self.servers for s in list(server.recent_staleness)]
+        return Status(
+            num_gradients=sum(s.num_steps for s in stats),
+            num_examples=sum(s.num_examples for s in stats),
+            at_s=self.clock(),
+            loss=sum(losses) / len(losses) if losses else None,
+            staleness=sum(staleness) / len(staleness) if staleness else None,
+            metric_name=metric_name(self.job.recipe),
+            metric=self.evaluator.latest if self.evaluator else None,
+        )

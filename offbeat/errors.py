@@ -1,0 +1,91 @@
+"""Every error that Offbeat raises on purpose. Each says what went wrong, where, and the remedy.
+
+OffbeatError
+├── UsageError              the user can mend it before anything ran; the command exits with 2
+│   ├── ConfigError         a flag, a configuration file or an argument
+│   ├── RecipeError         a recipe that cannot be found, or is not one
+│   ├── ModelError          a model that cannot be laid out flat
+│   ├── DataError           a dataset that is missing, cut short or not what it says it is
+│   └── RunDirError         a run's folder that cannot be used
+└── RunError                something went wrong in a run; the command exits with 1
+    ├── NonFiniteLossError  a worker's loss became NaN or infinite
+    ├── RoleError           a server, worker, master or evaluator failed
+    ├── CheckpointError     no valid checkpoint, or one that could not be written
+    └── ConnectionClosedError  the other end of a connection is gone
+"""
+
+import difflib
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class OffbeatError(Exception):
+    """Base of all of them; `exit_code` is what the command ends with."""
+
+    exit_code = 1
+
+
+class UsageError(OffbeatError):
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    pass
+
+
+class RecipeError(UsageError):
+    pass
+
+
+class ModelError(UsageError):
+    pass
+
+
+class DataError(UsageError):
+    pass
+
+
+class RunDirError(UsageError):
+    pass
+
+
+class RunError(OffbeatError):
+    pass
+
+
+class NonFiniteLossError(RunError):
+    def __init__(self, loss: float, worker: int, step: int) -> None:
+        super().__init__(
+            f"the loss became {loss} in worker {worker} at step {step}; a lower --lr is the usual "
+            f"remedy. The state before it is kept in the run's last checkpoint."
+        )
+        self.worker = worker
+        self.step = step
+
+
+class RoleError(RunError):
+    pass
+
+
+class CheckpointError(RunError):
+    pass
+
+
+class ConnectionClosedError(RunError):
+    pass
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at what may have been meant, ready to be put behind an error message."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def in_a_line(error: BaseException) -> str:
+    """Somebody else's exception: its type, its first line, and where it was raised."""
+    first = next(iter(str(error).splitlines()), "")
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first}{place}"

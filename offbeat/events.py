@@ -1,0 +1,67 @@
+"""What happened in a run, as lines of JSON: one file per role under RUN/events.
+
+Every report is a pure function of these files. `record` may be called from any thread and never
+waits for another one or for the disk; whoever owns the log calls `flush` from time to time and
+`close` at the end. Kinds of events, with the fields that matter:
+
+    push   by a server: shard, outcome (applied, dropped, rejected, duplicate), version, worker,
+           incarnation, sequence, batch, base_version, staleness, mixed, received_s, applied_s,
+           replied_s
+    step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, exchange_s
+    score  by the evaluator: version, metric, loss, count, at_s
+    run    by the master: phase (start, trained, end) and its at_s; checkpoint: version
+
+Times are seconds since the run's start, on a clock that never goes back.
+"""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class EventLog:
+    """Appends events to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: deque[dict[str, Any]] = deque()
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._writing = threading.Lock()
+
+    def record(self, kind: str, **fields: Any) -> None:
+        self._pending.append({"kind": kind, **fields})
+
+    def flush(self) -> None:
+        """Write out what was recorded so far."""
+        with self._writing:
+            lines = []
+            while self._pending:
+                lines.append(json.dumps(_rounded(self._pending.popleft())))
+            if lines:
+                self._file.write("\n".join(lines) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every event in a run's events folder, file by file; a last line that was cut off is left
+    out."""
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+
+def _rounded(event: dict[str, Any]) -> dict[str, Any]:
+    """Times to the microsecond: more digits say nothing and fill the disk."""
+    return {
+        key: round(value, 6) if key.endswith("_s") and value is not None else value
+        for key, value in event.items()
+    }

@@ -1,0 +1,313 @@
+"""Any nn.Module as one flat vector: the manifest that says where each tensor lies, and the views.
+
+The parameters that train are laid end to end, in the order of `named_parameters`, as float32.
+That vector is what servers keep and what travels. In a worker, float32 parameters are views into
+it, so a reply is usable as it arrives; parameters of another dtype are cast from it and their
+gradients to it.
+
+    >>> flat = FlatModel(torch.nn.Linear(3, 2))
+    >>> [(t.name, t.offset, t.numel) for t in flat.manifest.tensors]
+    [('weight', 0, 6), ('bias', 6, 2)]
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.errors import ModelError
+
+PROTOCOL = 1
+"""Raised with every change of what travels between worker and server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor and its place in a flat vector; `stride` tells the order its elements lie in
+    there."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    offset: int
+    numel: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This tensor as a view of `flat`, which holds all of them."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Ordered names, shapes, dtypes and offsets of all that a model's state consists of."""
+
+    tensors: tuple[TensorSpec, ...]
+    """What trains and travels."""
+    floats: tuple[TensorSpec, ...]
+    """Float buffers, such as BatchNorm's running mean."""
+    ints: tuple[TensorSpec, ...]
+    """Integer buffers, such as the number of batches tracked."""
+    frozen: tuple[str, ...]
+    """Parameters that do not train: kept, never pushed."""
+    aliases: dict[str, str]
+    """Further names of tied tensors, by the name under which each is stored."""
+
+    @property
+    def num_elements(self) -> int:
+        return _size(self.tensors)
+
+    @property
+    def num_floats(self) -> int:
+        return _size(self.floats)
+
+    @property
+    def num_ints(self) -> int:
+        return _size(self.ints)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Manifest":
+        def specs(key: str) -> tuple[TensorSpec, ...]:
+            return tuple(
+                TensorSpec(**{**v, "shape": tuple(v["shape"]), "stride": tuple(v["stride"])})
+                for v in values[key]
+            )
+
+        return cls(
+            tensors=specs("tensors"),
+            floats=specs("floats"),
+            ints=specs("ints"),
+            frozen=tuple(values["frozen"]),
+            aliases=dict(values["aliases"]),
+        )
+
+    def fingerprint(self, optimizer: str) -> str:
+        """What worker and server must agree on before anything is pushed."""
+        agreed = {"manifest": self.to_json(), "optimizer": optimizer, "protocol": PROTOCOL}
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+
+    def state_dict(
+        self, params: Tensor, floats: Tensor, ints: Tensor, frozen: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A plain state_dict out of flat vectors; every tensor owns its memory, tied ones share
+        it."""
+        state = dict(frozen)
+        for specs, flat in ((self.tensors, params), (self.floats, floats), (self.ints, ints)):
+            for spec in specs:
+                dtype = getattr(torch, spec.dtype)
+                state[spec.name] = spec.view(flat).detach().to(dtype, copy=True)
+        for alias, name in self.aliases.items():
+            state[alias] = state[name]
+        return state
+
+
+def describe(module: nn.Module) -> Manifest:
+    """The manifest of `module`, or a ModelError that says why it cannot be trained."""
+    persistent = set(module.state_dict(keep_vars=True))
+    trained: list[tuple[str, Tensor]] = []
+    floats: list[tuple[str, Tensor]] = []
+    ints: list[tuple[str, Tensor]] = []
+    frozen: list[str] = []
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"parameter {name} has no shape yet: run a batch through the model first"
+            )
+        if not parameter.requires_grad:
+            frozen.append(name)
+        elif parameter.is_complex():
+            raise ModelError(f"parameter {name} is complex; only real ones can be trained")
+        else:
+            trained.append((name, parameter))
+    for name, buffer in module.named_buffers():
+        if name not in persistent:
+            continue
+        if buffer.is_complex():
+            raise ModelError(f"buffer {name} is complex; register it with persistent=False")
+        (floats if buffer.is_floating_point() else ints).append((name, buffer))
+    if not trained:
+        raise ModelError("the model has no trainable parameter: nothing requires a gradient")
+    if not sum(p.numel() for _, p in trained):
+        raise ModelError("the model's trainable parameters are all empty")
+    return Manifest(
+        tensors=_lay_out(trained),
+        floats=_lay_out(floats),
+        ints=_lay_out(ints),
+        frozen=tuple(frozen),
+        aliases=_aliases(module, persistent),
+    )
+
+
+class FlatModel:
+    """A module whose trainable parameters live in, or are cast from, one flat float32 vector.
+
+    `params` belongs to this object, and may be written by a server's reply while the worker waits
+    for it; `loaded()` must be called after that. One thread uses a FlatModel at a time.
+    """
+
+    def __init__(self, module: nn.Module, manifest: Manifest | None = None) -> None:
+        self.module = module
+        self.manifest = manifest or describe(module)
+        by_name = dict(module.named_parameters())
+        buffers = dict(module.named_buffers())
+        self.parameters = [by_name[spec.name] for spec in self.manifest.tensors]
+        self._float_buffers = [buffers[spec.name] for spec in self.manifest.floats]
+        self._int_buffers = [buffers[spec.name] for spec in self.manifest.ints]
+        self.params = torch.empty(self.manifest.num_elements)
+        self._views = [spec.view(self.params) for spec in self.manifest.tensors]
+        with torch.no_grad():
+            for view, parameter in zip(self._views, self.parameters, strict=True):
+                view.copy_(parameter)
+        self.loaded()
+
+    def loaded(self) -> list[str]:
+        """Make the module's parameters show what `params` holds now.
+
+        Returns the names of parameters that had been given other memory since the last time (by
+        `.to()`, an assigning load, `p.data = ...`): what the servers hold is the truth, so they are
+        put back.
+        """
+        moved = []
+        with torch.no_grad():
+            for spec, parameter, view in zip(
+                self.manifest.tensors, self.parameters, self._views, strict=True
+            ):
+                if spec.dtype != "float32" and parameter.dtype == getattr(torch, spec.dtype):
+                    parameter.copy_(view)
+                elif parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
+                    parameter.data = view.to(getattr(torch, spec.dtype))
+                    moved.append(spec.name)
+        return moved
+
+    def check_identity(self) -> None:
+        """Name a parameter that was replaced by another object: nothing would train it any more."""
+        current = dict(self.module.named_parameters())
+        for spec, parameter in zip(self.manifest.tensors, self.parameters, strict=True):
+            if current.get(spec.name) is not parameter:
+                raise ModelError(
+                    f"parameter {spec.name} was replaced in training; change it in place instead"
+                )
+
+    def take_gradient(self, slices: Sequence[Tensor]) -> list[bool]:
+        """Write the gradient into `slices`, which together make up the flat vector, and let go of
+        it.
+
+        Returns, for each tensor of the manifest, whether it got a gradient; where it got none,
+        zeros are written.
+        """
+        present = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        bounds = _bounds(slices)
+        for spec, parameter in zip(self.manifest.tensors, self.parameters, strict=True):
+            gradient = parameter.grad
+            parameter.grad = None
+            present.append(gradient is not None)
+            flat = _flattened(gradient, spec) if gradient is not None else None
+            for target, (lo, hi) in zip(slices, bounds, strict=True):
+                start, end = max(lo, spec.offset), min(hi, spec.offset + spec.numel)
+                if start >= end:
+                    continue
+                piece = target[start - lo : end - lo]
+                if flat is None:
+                    piece.zero_()
+                else:
+                    targets.append(piece)
+                    sources.append(flat[start - spec.offset : end - spec.offset])
+        torch._foreach_copy_(targets, sources)
+        return present
+
+    def write_buffers(self, floats: Tensor, ints: Tensor) -> None:
+        """Copy the module's buffers out."""
+        for spec, buffer in zip(self.manifest.floats, self._float_buffers, strict=True):
+            spec.view(floats).copy_(buffer)
+        for spec, buffer in zip(self.manifest.ints, self._int_buffers, strict=True):
+            spec.view(ints).copy_(buffer)
+
+    def read_buffers(self, floats: Tensor, ints: Tensor) -> None:
+        """Copy buffers into the module."""
+        for spec, buffer in zip(self.manifest.floats, self._float_buffers, strict=True):
+            buffer.copy_(spec.view(floats))
+        for spec, buffer in zip(self.manifest.ints, self._int_buffers, strict=True):
+            buffer.copy_(spec.view(ints))
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Copies of the parameters that do not train."""
+        by_name = dict(self.module.named_parameters())
+        return {name: by_name[name].detach().clone() for name in self.manifest.frozen}
+
+
+def _size(specs: Sequence[TensorSpec]) -> int:
+    return specs[-1].offset + specs[-1].numel if specs else 0
+
+
+def _lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
+    specs = []
+    offset = 0
+    for name, tensor in named:
+        specs.append(
+            TensorSpec(
+                name=name,
+                shape=tuple(tensor.shape),
+                stride=_dense_stride(tensor),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                offset=offset,
+                numel=tensor.numel(),
+            )
+        )
+        offset += tensor.numel()
+    return tuple(specs)
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it fills its memory without gaps (channels_last does), else
+    plain ones."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def _aliases(module: nn.Module, persistent: set[str]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        original = first.setdefault(id(tensor), name)
+        if original != name and name in persistent:
+            aliases[name] = original
+    return aliases
+
+
+def _flattened(gradient: Tensor, spec: TensorSpec) -> Tensor:
+    """The gradient's elements in the order in which its parameter's lie in memory."""
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.stride() != spec.stride:
+        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=gradient.dtype)
+        gradient = laid_out.copy_(gradient)
+    return gradient.as_strided((spec.numel,), (1,))
+
+
+def _bounds(slices: Sequence[Tensor]) -> list[tuple[int, int]]:
+    bounds = []
+    lo = 0
+    for piece in slices:
+        bounds.append((lo, lo + piece.numel()))
+        lo += piece.numel()
+    return bounds

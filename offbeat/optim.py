@@ -1,0 +1,136 @@
+"""Which optimizer the servers run, and how its learning rate changes with the shard's version.
+
+A recipe names one of torch's element-wise optimizers; the servers build it on their slices:
+
+    optimizer=offbeat.SGD(lr=0.1, momentum=0.9, groups={"*.bias": {"weight_decay": 0.0}})
+    schedule=offbeat.cosine(warmup=100)
+"""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offbeat.errors import ConfigError
+
+Schedule = Callable[[int, int | None], float]
+"""(version, the run's expected number of updates or None) -> what the learning rate is multiplied
+by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """One of torch's optimizers by its class name, with its options and parameter groups.
+
+    `groups` gives parameters whose names match a pattern (as a shell's, the first match wins) other
+    options than the rest.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def build(
+        self, params: Sequence[torch.nn.Parameter], groups: Sequence[int], *, fused: bool = False
+    ) -> torch.optim.Optimizer:
+        """The torch optimizer over `params`, each in the group that `groups` gives its index of."""
+        overrides: list[Mapping[str, Any]] = [{}, *self.groups.values()]
+        members: dict[int, list[torch.nn.Parameter]] = {}
+        for param, group in zip(params, groups, strict=True):
+            members.setdefault(group, []).append(param)
+        tables = [{"params": members[group], **overrides[group]} for group in sorted(members)]
+        extra = {"fused": True} if fused else {}
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.kind)(
+            tables, **self.options, **extra
+        )
+        return optimizer
+
+    def check(self, *, fused: bool) -> None:
+        """Have torch look at the options now rather than in the middle of a start."""
+        probe = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + len(self.groups))]
+        try:
+            self.build(probe, range(len(probe)), fused=fused)
+        except (TypeError, ValueError, RuntimeError) as error:
+            hint = "; try without --fused" if fused else ""
+            raise ConfigError(f"torch refuses the optimizer {self.kind}: {error}{hint}") from error
+
+    def group_of(self, name: str) -> int:
+        """0 for the parameters that no pattern matches, then the patterns in their order."""
+        for index, pattern in enumerate(self.groups, start=1):
+            if fnmatch.fnmatchcase(name, pattern):
+                return index
+        return 0
+
+    def with_lr(self, lr: float) -> "Optimizer":
+        return dataclasses.replace(self, options={**self.options, "lr": lr})
+
+
+Groups = Mapping[str, Mapping[str, Any]]
+
+
+def SGD(
+    lr: float = 0.1,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    groups: Groups | None = None,
+) -> Optimizer:
+    options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return Optimizer(kind="SGD", options=options, groups=groups or {})
+
+
+def Adam(lr: float = 1e-3, *, groups: Groups | None = None, **options: Any) -> Optimizer:
+    return Optimizer(kind="Adam", options={"lr": lr, **options}, groups=groups or {})
+
+
+def AdamW(lr: float = 1e-3, *, groups: Groups | None = None, **options: Any) -> Optimizer:
+    return Optimizer(kind="AdamW", options={"lr": lr, **options}, groups=groups or {})
+
+
+def Adagrad(lr: float = 1e-2, *, groups: Groups | None = None, **options: Any) -> Optimizer:
+    return Optimizer(kind="Adagrad", options={"lr": lr, **options}, groups=groups or {})
+
+
+def RMSprop(lr: float = 1e-3, *, groups: Groups | None = None, **options: Any) -> Optimizer:
+    return Optimizer(kind="RMSprop", options={"lr": lr, **options}, groups=groups or {})
+
+
+BY_NAME: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: SGD(lr=0.1),
+    "momentum": lambda: SGD(lr=0.05, momentum=0.9),
+    "nesterov": lambda: SGD(lr=0.05, momentum=0.9, nesterov=True),
+    "adam": Adam,
+    "adamw": AdamW,
+    "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+}
+"""What `--optimizer NAME` stands for, with the learning rate it has without `--lr`."""
+
+
+def constant() -> Schedule:
+    return lambda version, total: 1.0
+
+
+def cosine(*, warmup: int = 0, final: float = 0.0) -> Schedule:
+    """Up in a line over `warmup` updates, then down to `final` along half a cosine at the run's
+    end."""
+
+    def schedule(version: int, total: int | None) -> float:
+        if total is None:
+            raise ConfigError("the cosine schedule needs to know the run's length: give --steps")
+        if version < warmup:
+            return (version + 1) / warmup
+        progress = min(1.0, (version - warmup) / max(1, total - warmup))
+        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return schedule
+
+
+def step_decay(*, every: int, factor: float) -> Schedule:
+    """Multiplied by `factor` after every so many updates."""
+    return lambda version, total: float(factor ** (version // every))

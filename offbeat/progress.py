@@ -1,0 +1,157 @@
+"""What a person sees while a run is under way: a live bar in a terminal, plain lines elsewhere."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+
+WINDOW_S = 5.0
+"""Rates are those of the last so many seconds."""
+LINE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """A moment of a run."""
+
+    num_gradients: int
+    num_examples: int
+    at_s: float
+    loss: float | None
+    staleness: float | None
+    metric_name: str
+    metric: float | None
+
+
+class Display(ABC):
+    """Told the status several times a second; decides itself what to show of it."""
+
+    @abstractmethod
+    def update(self, status: Status) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def make_display(title: str, total: int | None, *, quiet: bool) -> Display:
+    """The display that fits where the output goes; `total` gradients are expected, if known."""
+    if quiet:
+        return _Silent()
+    if sys.stdout.isatty():
+        return _Bar(title, total)
+    return _Lines(title, total)
+
+
+class _Silent(Display):
+    def update(self, status: Status) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Rates:
+    """Gradients and examples per second over the last few seconds."""
+
+    def __init__(self) -> None:
+        self._history: deque[Status] = deque()
+
+    def add(self, status: Status) -> tuple[float, float]:
+        self._history.append(status)
+        while status.at_s - self._history[0].at_s > WINDOW_S:
+            self._history.popleft()
+        first = self._history[0]
+        time_s = status.at_s - first.at_s
+        if not time_s:
+            return 0.0, 0.0
+        return (
+            (status.num_gradients - first.num_gradients) / time_s,
+            (status.num_examples - first.num_examples) / time_s,
+        )
+
+
+def figures(status: Status, rates: tuple[float, float]) -> list[str]:
+    """The numbers worth showing, each with its name."""
+    shown = [f"{_short(rates[0])} gradients/s", f"{_short(rates[1])} examples/s"]
+    if status.loss is not None:
+        shown.append(f"loss {status.loss:.3f}")
+    if status.staleness is not None:
+        shown.append(f"staleness {status.staleness:.1f}")
+    if status.metric is not None:
+        shown.append(f"test {status.metric_name} {status.metric:.4f}")
+    return shown
+
+
+class _Lines(Display):
+    """A line every few seconds, and one whenever the evaluator found something new."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        self._total = total
+        self._rates = _Rates()
+        self._next_s = LINE_EVERY_S
+        self._metric: float | None = None
+        print(title, flush=True)
+
+    def update(self, status: Status) -> None:
+        rates = self._rates.add(status)
+        if status.at_s < self._next_s and status.metric == self._metric:
+            return
+        self._next_s = status.at_s + LINE_EVERY_S
+        self._metric = status.metric
+        done = f"{status.num_gradients}" + (f"/{self._total}" if self._total else "")
+        line = ", ".join([f"gradient {done}", *figures(status, rates)])
+        print(f"{status.at_s:7.1f} s: {line}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar(Display):
+    """Two lines that are redrawn in place: the bar, and the figures under it."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.text import Text
+
+        self._rates = _Rates()
+        self._next_s = 0.0
+        console = Console(highlight=False)
+        console.print(title, markup=False)
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total)
+        self._text = Text("starting")
+        group = Group(self._progress, self._text)
+        self._live = Live(group, console=console, auto_refresh=False)
+        self._live.start()
+
+    def update(self, status: Status) -> None:
+        rates = self._rates.add(status)
+        if status.at_s < self._next_s:
+            return
+        self._next_s = status.at_s + 0.2
+        self._progress.update(self._task, completed=status.num_gradients)
+        self._text.plain = " · ".join(figures(status, rates))
+        self._live.refresh()
+
+    def close(self) -> None:
+        self._live.refresh()
+        self._live.stop()
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

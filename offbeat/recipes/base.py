@@ -1,0 +1,115 @@
+"""What a recipe is, and how one is found by its name.
+
+A recipe is a model, its data, a loss, a metric, an optimizer and a schedule. The built-in ones have
+names; a user's own is `package.module:attribute` or `path/to/file.py:attribute`.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.config import TrainConfig
+from offbeat.errors import OffbeatError, RecipeError, in_a_line, nearest
+from offbeat.optim import SGD, Optimizer, Schedule, constant
+
+BUILT_IN = {
+    "fashion-cnn": "offbeat.recipes.fashion_cnn",
+    "mnist-sigmoid": "offbeat.recipes.mnist_sigmoid",
+}
+
+
+def accuracy(model: nn.Module, batch: Any) -> tuple[float, int]:
+    """How many of a batch (inputs, labels) the model gets right, and of how many."""
+    inputs, labels = batch
+    right = (model(inputs).argmax(dim=-1) == labels).sum().item()
+    return float(right), labels.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Model, data, loss, metric, optimizer and schedule: everything that a run needs to know.
+
+    A batch is whatever the data is made of: a tuple of tensors for tensors, else what torch's
+    default_collate makes of a list of examples.
+    """
+
+    model: Callable[[], nn.Module]
+    """A new model; called once per worker, with torch's generator seeded the same each time."""
+    data: Callable[[TrainConfig], tuple[Any, Any]]
+    """The training and the test data: tensors or any torch Dataset; None: nothing to test on."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    """(model, batch) -> the mean loss, to be differentiated."""
+    metric: Callable[[nn.Module, Any], tuple[float, float]] = accuracy
+    """(model, batch) -> a sum and a count; the result is their quotient over all test batches."""
+    optimizer: Optimizer = field(default_factory=SGD)
+    schedule: Schedule = field(default_factory=constant)
+    """(version, expected number of updates) -> what the learning rate is multiplied by."""
+    augment: Callable[[Any, torch.Generator], Any] | None = None
+    """(training batch, the generator to draw from) -> the batch to train on."""
+    ema: float | None = None
+    """Decay of the moving average of the parameters, which is what gets evaluated; None: no
+    average."""
+    batch_size: int = 100
+    epochs: int = 1
+
+
+def load_recipe(name: str) -> Recipe:
+    """The recipe called `name`, or a RecipeError of one line."""
+    source, colon, attribute = name.rpartition(":")
+    if not colon:
+        if name.endswith(".py"):
+            raise RecipeError(f"name the recipe in the file too, as in {name}:recipe")
+        if name not in BUILT_IN:
+            raise RecipeError(
+                f"unknown recipe {name!r}; {nearest(name, BUILT_IN)} "
+                f"(your own: path/to/file.py:attribute)"
+            )
+        source, attribute = BUILT_IN[name], "recipe"
+    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    if not hasattr(module, attribute):
+        known = [k for k, v in vars(module).items() if isinstance(v, Recipe)]
+        hint = nearest(attribute, known) if known else "there is no recipe in it"
+        raise RecipeError(f"{source} has no {attribute!r}; {hint}")
+    recipe = getattr(module, attribute)
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"{name} is a {type(recipe).__name__}, not an offbeat.Recipe")
+    return recipe
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RecipeError(f"no such recipe file: {path}")
+    spec = importlib.util.spec_from_file_location(f"offbeat_recipe_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # for its imports of files beside it
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except OffbeatError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"importing {path} failed: {in_a_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+    try:
+        return importlib.import_module(name)
+    except OffbeatError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"importing {name} failed: {in_a_line(error)}") from error
+    finally:
+        sys.path.pop(0)

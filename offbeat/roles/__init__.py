@@ -1,0 +1,1 @@
+"""What a process or thread of a run does: server, worker, master, evaluator."""

@@ -1,0 +1,317 @@
+"""A shard: one server's slice of the parameter vector, with optimizer state, EMA and version.
+
+The server decides when; the shard does the arithmetic. Everything is torch's own optimizers, run on
+Parameters that are views ("aliases") of the slice. Called by roles/server.py; nothing here locks:
+
+    shard = Shard(params, segments, SGD(lr=0.1))
+    updater = shard.make_updater()           # one for all sessions, or one per session in lock-free
+    version = updater.apply([Gradient(values=g)])
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.flat import Manifest
+from offbeat.optim import Optimizer, Schedule, constant
+
+LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+"""A gradient with an element beyond this is refused: its square is no float32 any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one tensor that lies in a slice: elements lo to hi of the slice."""
+
+    tensor: int
+    group: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One worker's gradient of a slice, as the shard sees it; the memory stays the caller's."""
+
+    values: Tensor
+    present: Sequence[bool] | None = None
+    """For each tensor of the manifest, whether it got a gradient; None: all did."""
+    floats: Tensor | None = None
+    ints: Tensor | None = None
+
+
+def partition(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
+    """Cut 0..num_elements into contiguous slices whose sizes differ by one element at most."""
+    cuts = [num_elements * k // num_slices for k in range(num_slices + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+def segments_of(manifest: Manifest, optimizer: Optimizer, lo: int, hi: int) -> list[Segment]:
+    """The parts of tensors that the slice lo..hi of the flat vector consists of."""
+    segments = []
+    for index, spec in enumerate(manifest.tensors):
+        start, end = max(lo, spec.offset), min(hi, spec.offset + spec.numel)
+        if start < end:
+            group = optimizer.group_of(spec.name)
+            segments.append(Segment(index, group, start - lo, end - lo))
+    return segments
+
+
+def usable(values: Tensor) -> bool:
+    """Whether every element is a number that an optimizer can work with."""
+    if not values.numel():
+        return True
+    least, most = torch.aminmax(values)
+    return least.item() > -LARGEST and most.item() < LARGEST  # both are False for NaN
+
+
+class Shard:
+    """Parameters, EMA, buffers and version of a slice. Updaters change them.
+
+    A version is the number of updates that are in. Each updater counts its own, which only its own
+    thread writes; so the sum needs no lock, and never runs backwards.
+    """
+
+    def __init__(
+        self,
+        params: Tensor,
+        segments: Sequence[Segment],
+        optimizer: Optimizer,
+        *,
+        schedule: Schedule | None = None,
+        total_updates: int | None = None,
+        ema_decay: float | None = None,
+        reduce: str = "mean",
+        fused: bool = False,
+        floats: Tensor | None = None,
+        ints: Tensor | None = None,
+    ) -> None:
+        self.params = params
+        self.segments = list(segments)
+        self.optimizer = optimizer
+        self.schedule = schedule or constant()
+        self.total_updates = total_updates
+        self.ema_decay = ema_decay
+        self.ema = params.clone() if ema_decay is not None else None
+        self.reduce = reduce
+        self.fused = fused
+        self.floats = floats if floats is not None else torch.empty(0)
+        self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
+        self.claimed: dict[int, tuple[int, int]] = {}
+        self.updaters: list[Updater] = []
+        self._tickets = itertools.count(1)  # its __next__ is atomic in CPython, without a lock
+
+    @property
+    def version(self) -> int:
+        """How many updates are in, all of them whole."""
+        return sum(updater.num_finished for updater in self.updaters)
+
+    @property
+    def version_begun(self) -> int:
+        """How many updates are in or half-way in; the same as `version` where a lock is held."""
+        return sum(updater.num_begun for updater in self.updaters)
+
+    def make_updater(self, *, shared: bool = False) -> "Updater":
+        """An optimizer over this shard. `shared`: one of several, on one state, in different
+        threads."""
+        updater = Updater(self, shared=shared)
+        self.updaters.append(updater)
+        return updater
+
+    def claim(self, worker: int, incarnation: int, sequence: int) -> bool:
+        """Whether this push is new; from now on it is not. Called by one thread per worker."""
+        if (incarnation, sequence) <= self.claimed.get(worker, (-1, -1)):
+            return False
+        self.claimed[worker] = (incarnation, sequence)
+        return True
+
+    def read(self, params: Tensor, floats: Tensor, ints: Tensor) -> tuple[int, bool]:
+        """Copy the parameters and buffers out; returns their version, and whether they mix
+        versions.
+
+        Mixed is what a lock-free read may be: an update was under way while it was taken.
+        """
+        version = self.version
+        params.copy_(self.params)
+        floats.copy_(self.floats)
+        ints.copy_(self.ints)
+        return version, self.version_begun > version
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of everything a checkpoint needs, optimizer state as flat vectors over the
+        slice."""
+        state = {"params": self.params.clone()}
+        if self.ema is not None:
+            state["ema"] = self.ema.clone()
+        if self.floats.numel():
+            state["floats"] = self.floats.clone()
+        if self.ints.numel():
+            state["ints"] = self.ints.clone()
+        if self.updaters:
+            state.update(self.updaters[0].optimizer_state())
+        return state
+
+    def next_ticket(self) -> int:
+        """The number of an update that begins now."""
+        return next(self._tickets)
+
+
+class Updater:
+    """One torch optimizer over a shard's storage; used by one thread at a time.
+
+    To begin with there is one alias for each run of segments in the same parameter group. The first
+    gradient that lacks a tensor splits them into one alias per tensor, since torch counts steps and
+    keeps state per Parameter, and skips the ones without a gradient.
+    """
+
+    def __init__(self, shard: Shard, *, shared: bool) -> None:
+        self.shard = shard
+        self.num_begun = 0
+        self.num_finished = 0
+        self.split = shared  # splitting later would give sessions different step counts
+        runs = [[s] for s in shard.segments] if self.split else _runs(shard.segments)
+        self.aliases = [_Alias(shard.params, run) for run in runs]
+        self.optimizer = self._build(self.aliases)
+        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._sum: Tensor | None = None
+        if shared:
+            self._share_state()
+
+    def apply(self, gradients: Sequence[Gradient]) -> int:
+        """One update out of these gradients; returns the version that it makes."""
+        shard = self.shard
+        version = shard.next_ticket()
+        self.num_begun += 1
+        self._step(self._reduced(gradients), _present_in_any(gradients), version)
+        if shard.ema is not None and shard.ema_decay is not None:
+            decay = min(shard.ema_decay, (1 + version) / (10 + version))
+            shard.ema.lerp_(shard.params, 1 - decay)
+        self._merge_buffers(gradients)
+        self.num_finished += 1
+        return version
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The state that torch keeps per Parameter, as `optimizer.NAME` over the slice.
+
+        What torch counts per Parameter (`step`) becomes one number per segment; where nothing was
+        stepped yet there are zeros, which is what torch would begin with.
+        """
+        shard = self.shard
+        state: dict[str, Tensor] = {}
+        for alias in self.aliases:
+            for key, value in self.optimizer.state.get(alias.param, {}).items():
+                size = len(shard.segments) if value.dim() == 0 else shard.params.numel()
+                flat = state.setdefault(f"optimizer.{key}", torch.zeros(size))
+                if value.dim() == 0:
+                    for segment in alias.segments:
+                        flat[shard.segments.index(segment)] = value
+                else:
+                    flat[alias.lo : alias.hi] = value
+        return state
+
+    def _step(self, values: Tensor, present: Sequence[bool] | None, version: int) -> None:
+        if present is not None and not self.split:
+            self._split()
+        for alias in self.aliases:
+            here = present is None or present[alias.segments[0].tensor]
+            alias.param.grad = values[alias.lo : alias.hi] if here else None
+        scale = self.shard.schedule(version - 1, self.shard.total_updates)
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * scale
+        self.optimizer.step()
+
+    def _reduced(self, gradients: Sequence[Gradient]) -> Tensor:
+        """The round's gradients added up in their order; a single one is taken as it is."""
+        if len(gradients) == 1:
+            return gradients[0].values
+        if self._sum is None:
+            self._sum = torch.empty_like(self.shard.params)
+        torch.add(gradients[0].values, gradients[1].values, out=self._sum)
+        for gradient in gradients[2:]:
+            self._sum.add_(gradient.values)
+        return self._sum.div_(len(gradients)) if self.shard.reduce == "mean" else self._sum
+
+    def _merge_buffers(self, gradients: Sequence[Gradient]) -> None:
+        """Float buffers become the mean of what came, integer ones the largest seen."""
+        floats = [g.floats for g in gradients if g.floats is not None]
+        if floats and self.shard.floats.numel():
+            self.shard.floats.copy_(
+                floats[0] if len(floats) == 1 else torch.stack(floats).mean(dim=0)
+            )
+        for gradient in gradients:
+            if gradient.ints is not None and self.shard.ints.numel():
+                torch.maximum(self.shard.ints, gradient.ints, out=self.shard.ints)
+
+    def _build(self, aliases: "Sequence[_Alias]") -> torch.optim.Optimizer:
+        params = [alias.param for alias in aliases]
+        groups = [alias.segments[0].group for alias in aliases]
+        return self.shard.optimizer.build(params, groups, fused=self.shard.fused)
+
+    def _split(self) -> None:
+        """From one alias per run to one per tensor, each with its part of the state so far."""
+        coarse, old = self.aliases, self.optimizer
+        self.aliases = [_Alias(self.shard.params, [s]) for s in self.shard.segments]
+        self.optimizer = self._build(self.aliases)
+        self.split = True
+        fine = iter(self.aliases)
+        for whole in coarse:
+            state = old.state.get(whole.param, {})
+            for part in itertools.islice(fine, len(whole.segments)):
+                for key, value in state.items():
+                    self.optimizer.state[part.param][key] = _cut(value, whole, part)
+
+    def _share_state(self) -> None:
+        """Use the state of the shard's first updater; the first one makes it, as torch would.
+
+        torch makes state in the first step. Several threads must not each make their own, so a step
+        is taken on zeros with zero gradients, which leaves every kind of state as it begins.
+        """
+        if self.shard.updaters:
+            first = self.shard.updaters[0]
+            for mine, theirs in zip(self.aliases, first.aliases, strict=True):
+                self.optimizer.state[mine.param] = first.optimizer.state[theirs.param]
+            return
+        zeros = torch.zeros_like(self.shard.params)
+        dry_aliases = [_Alias(zeros, alias.segments) for alias in self.aliases]
+        dry = self._build(dry_aliases)
+        for alias in dry_aliases:
+            alias.param.grad = torch.zeros_like(alias.param)
+        dry.step()
+        for mine, made in zip(self.aliases, dry_aliases, strict=True):
+            state = dry.state[made.param]
+            if "step" in state:
+                state["step"].zero_()
+            self.optimizer.state[mine.param] = state
+
+
+class _Alias:
+    """A Parameter that is a view of some neighbouring segments of a slice."""
+
+    def __init__(self, storage: Tensor, segments: Sequence[Segment]) -> None:
+        self.segments = list(segments)
+        self.lo = segments[0].lo
+        self.hi = segments[-1].hi
+        self.param = nn.Parameter(storage[self.lo : self.hi])
+
+
+def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
+    return [list(run) for _, run in itertools.groupby(segments, key=lambda s: s.group)]
+
+
+def _cut(value: Tensor, whole: _Alias, part: _Alias) -> Tensor:
+    """The part's share of a state tensor; a step count is the same for all parts."""
+    mine = value if value.dim() == 0 else value[part.lo - whole.lo : part.hi - whole.lo]
+    return mine.clone()
+
+
+def _present_in_any(gradients: Sequence[Gradient]) -> list[bool] | None:
+    """Which tensors got a gradient from somebody; None: all of them did."""
+    masks = [g.present for g in gradients]
+    if any(mask is None for mask in masks):
+        return None
+    present = [any(column) for column in zip(*(m for m in masks if m is not None), strict=True)]
+    return None if all(present) else present
