@@ -30,7 +30,7 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
                 raise DataError(f"{path} is cut short: it ends inside its header")
             shape = [int(n) for n in np.frombuffer(head, ">u4", offset=4)]
             size = math.prod(shape)
-            if size > _MOST_BYTES:
+            if not 0 < size <= _MOST_BYTES:
                 raise DataError(f"{path} claims {size} bytes of data, which no such dataset has")
             body = file.read(size + 1)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -44,11 +44,13 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
 
 
 def read_idx_pair(folder: Path, part: str, num_classes: int = 10) -> tuple[Tensor, Tensor]:
-    """Images [n, 1, rows, columns] as bytes and labels [n] of one part (train or t10k)."""
+    """Images [n, 1, 28, 28] as bytes and labels [n] of one part (train or t10k)."""
     images_path = _find(folder, f"{part}-images-idx3-ubyte")
     labels_path = _find(folder, f"{part}-labels-idx1-ubyte")
     images = read_idx(images_path, 3)
     labels = read_idx(labels_path, 1).long()
+    if images.shape[1:] != (28, 28):
+        raise DataError(f"{images_path} has images of {tuple(images.shape[1:])}, not of (28, 28)")
     if len(images) != len(labels):
         raise DataError(
             f"{images_path} has {len(images)} images, {labels_path} {len(labels)} labels"

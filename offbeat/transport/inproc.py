@@ -129,6 +129,8 @@ def _take(mailbox: _Mailbox, timeout_s: float) -> Header | None:
     except queue.Empty:
         return None
     if isinstance(message, ConnectionClosedError):
+        while not mailbox.empty():
+            mailbox.get()  # later goodbyes
         mailbox.put(message)
         raise ConnectionClosedError(str(message))
     return message

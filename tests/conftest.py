@@ -1,0 +1,51 @@
+"""Fixtures for all tests; among them one that fails a test which leaves something running."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import toy_recipe
+
+from offbeat import Recipe
+
+FRAMEWORK_THREADS = ("pytest_timeout", "pydevd")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test must end every thread and close every file that it opened."""
+    threads = set(threading.enumerate())
+    descriptors = _open_files()
+    yield
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and (set(threading.enumerate()) - threads):
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(0.1)
+    left = {t for t in set(threading.enumerate()) - threads if t.name not in FRAMEWORK_THREADS}
+    assert not left, f"threads left running: {[t.name for t in left]}"
+    leaked = {d: p for d, p in _open_files().items() if descriptors.get(d) != p}
+    assert not leaked, f"files left open: {leaked}"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return toy_recipe()
+
+
+def _open_files() -> dict[str, str]:
+    found = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:
+            continue  # the one that iterdir itself had open
+        if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
+            found[descriptor.name] = target
+    return found

@@ -1,0 +1,201 @@
+"""Flags, files and arguments: what is accepted, what is resolved, what is refused and how."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.config import TrainConfig, make_config, options, read_config_file
+from offbeat.errors import ConfigError
+
+
+def test_the_flags_are_frozen() -> None:
+    """Whoever changes this list changes the interface: say so in the CHANGELOG."""
+    assert list(options()) == [
+        "recipe",
+        "discipline",
+        "servers",
+        "workers",
+        "epochs",
+        "steps",
+        "batch_size",
+        "optimizer",
+        "lr",
+        "fused",
+        "reduce",
+        "backup_workers",
+        "round_timeout",
+        "staleness",
+        "seed",
+        "threads",
+        "engine",
+        "run_dir",
+        "data_dir",
+        "eval_every",
+        "keep",
+        "quiet",
+    ]
+
+
+def test_defaults_are_valid_and_as_documented() -> None:
+    config = TrainConfig().validated()
+    assert (config.servers, config.workers, config.recipe) == (1, 2, "fashion-cnn")
+
+
+@pytest.mark.parametrize(
+    ("given", "staleness"),
+    [
+        ({"discipline": "bounded"}, 1.0),
+        ({"discipline": "bounded:2"}, 2.0),
+        ({"discipline": "bounded:inf"}, math.inf),
+        ({"discipline": "bounded", "staleness": 0}, 0.0),
+        ({"discipline": "bounded", "staleness": "inf"}, math.inf),
+        ({"discipline": "bounded:3", "staleness": 3}, 3.0),
+    ],
+)
+def test_bounded_takes_its_number_both_ways(given: dict[str, Any], staleness: float) -> None:
+    config = make_config(given)
+    assert (config.discipline, config.staleness) == ("bounded", staleness)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": 0}, "workers must be at least 1, not 0"),
+        ({"servers": 0}, "servers must be at least 1"),
+        ({"servers": -2}, "servers must be at least 1"),
+        ({"workers": "two"}, "workers must be a whole number, not 'two'"),
+        ({"workers": 1.5}, "workers must be a whole number"),
+        ({"workers": True}, "workers must be a whole number"),
+        ({"lr": "nan"}, "lr must be a number"),
+        ({"lr": 0}, "lr must be above 0"),
+        ({"lr": "inf"}, "lr must be finite"),
+        ({"lr": -1}, "lr must be above 0"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"steps": -1}, "steps must be at least 1"),
+        ({"steps": 5, "epochs": 1}, "give one of the two"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"eval_every": -1}, "eval_every must be at least 0"),
+        ({"discipline": "synch"}, "unknown discipline 'synch'; did you mean 'sync'"),
+        ({"discipline": "xyz"}, "known: sync, apply-reply"),
+        ({"discipline": "sync:2"}, "only bounded takes a number"),
+        ({"discipline": "bounded:-1"}, "staleness must be 0, 1, 2"),
+        ({"discipline": "bounded:1.5"}, "staleness must be 0, 1, 2"),
+        ({"discipline": "bounded:x"}, "staleness must be a number"),
+        ({"discipline": "bounded", "staleness": -1}, "staleness must be 0, 1, 2"),
+        ({"discipline": "bounded:2", "staleness": 3}, "contradicts"),
+        ({"discipline": "sync", "staleness": 3}, "belongs to the discipline bounded"),
+        ({"backup_workers": 1}, "belongs to the discipline sync"),
+        ({"reduce": "sum"}, "belongs to the discipline sync"),
+        ({"discipline": "sync", "reduce": "max"}, "unknown reduce 'max'"),
+        ({"discipline": "sync", "backup_workers": 2}, "backup_workers must be below"),
+        ({"discipline": "sync", "backup_workers": -1}, "backup_workers must be at least 0"),
+        ({"optimizer": "adan"}, "did you mean 'adam'"),
+        ({"engine": "inprok"}, "did you mean 'inproc'"),
+        ({"wrokers": 3}, "unknown option 'wrokers'; did you mean 'workers'"),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + message):
+        make_config(given)
+
+
+def test_flag_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('workers = 3\nbatch-size = 7\ndiscipline = "sync"\n')
+    config = make_config(read_config_file(file), {"workers": "5"})
+    assert (config.workers, config.batch_size, config.discipline, config.servers) == (
+        5,
+        7,
+        "sync",
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.toml", "wrokers = 3", "unknown key 'wrokers'; did you mean 'workers'"),
+        ("c.toml", "workers = ", "not valid TOML"),
+        ("c.json", "{", "not valid JSON"),
+        ("c.json", "[1]", "no table of options"),
+        ("c.toml", 'workers = "many"', "workers must be a whole number"),
+        ("none.toml", None, "cannot read"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        make_config(read_config_file(path))
+
+
+def test_a_runs_own_config_can_be_given_again(tmp_path: Path) -> None:
+    config = make_config({"discipline": "bounded:inf", "lr": 0.5, "workers": 3})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"config": config.to_json(), "environment": {"torch": "x"}}))
+    assert make_config(read_config_file(path)) == config
+
+
+def test_every_option_has_help_and_survives_json() -> None:
+    config = TrainConfig().validated()
+    for name, option in options().items():
+        assert option.metadata["help"], name
+    again = make_config(json.loads(json.dumps(config.to_json(), allow_nan=False)))
+    assert dataclasses.asdict(again) == dataclasses.asdict(config)
+
+
+# -- the command line --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--wrokers", "3"], "unknown argument '--wrokers'; did you mean '--workers'"),
+        (["train", "--workers=0"], "workers must be at least 1"),
+        (["train", "--worker", "3"], "did you mean '--workers'"),
+        (["train", "--workers"], "expected one argument"),
+        (["train", "extra"], "unknown argument 'extra'"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--recipe", "fashion-cn"], "did you mean 'fashion-cnn'"),
+        (["train", "--recipe", "mine.py"], "mine.py:recipe"),
+        (["train", "--recipe", "missing.py:recipe"], "no such recipe file"),
+        (["train", "--recipe", "no.such.module:recipe"], "importing no.such.module failed"),
+        (["train", "--recipe", "offbeat.recipes.fashion_cnn:recip"], "did you mean 'recipe'"),
+        (["train", "--recipe", "offbeat.recipes.fashion_cnn:make_model"], "not an offbeat.Recipe"),
+        (["train", "--recipe", "mnist-sigmoid", "--data-dir", "nowhere"], "data not found"),
+        (["train", "--servers", "1000000"], "lower servers"),
+        (["train", "--workers", "10001"], "lower workers"),
+        (["train", "--optimizer", "rmsprop", "--fused"], "without --fused"),
+        (["train", "--config", "missing.toml"], "cannot read the configuration file"),
+        (["train", "--staleness", "-1"], "staleness"),
+    ],
+)
+def test_bad_input_is_one_line_exit_code_2_and_nothing_left(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert message in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    assert "train" in capsys.readouterr().out

@@ -1,0 +1,249 @@
+"""Readers, the built-in sample, and what each worker gets to see."""
+
+import gzip
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import toy_data
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from offbeat import load_dataset
+from offbeat.data import files
+from offbeat.data.batches import batch_length, make_source
+from offbeat.errors import DataError
+
+SAMPLE = Path(files.__file__).parent / "fashion_mnist_sample"
+
+
+def idx(shape: list[int], body: bytes) -> bytes:
+    return bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + body
+
+
+def write_mnist(folder: Path, *, zipped: bool) -> None:
+    folder.mkdir(parents=True)
+    for part, count in (("train", 6), ("t10k", 3)):
+        images = idx([count, 28, 28], bytes(i % 251 for i in range(count * 784)))
+        labels = idx([count], bytes(range(count)))
+        for name, raw in (
+            (f"{part}-images-idx3-ubyte", images),
+            (f"{part}-labels-idx1-ubyte", labels),
+        ):
+            if zipped:
+                (folder / f"{name}.gz").write_bytes(gzip.compress(raw))
+            else:
+                (folder / name).write_bytes(raw)
+
+
+# -- the built-in sample -----------------------------------------------------------------------
+
+
+def test_the_built_in_sample_is_real_balanced_and_small() -> None:
+    (train_x, train_y), (test_x, test_y) = load_dataset("fashion-mnist-sample", "nowhere")
+    assert train_x.shape == (10_000, 1, 28, 28) and test_x.shape == (2_000, 1, 28, 28)
+    assert train_y.bincount().tolist() == [1000] * 10
+    assert test_y.bincount().tolist() == [200] * 10
+    assert 60 < train_x.float().mean() < 85, "Fashion-MNIST's mean grey is about 73"
+    assert sum(f.stat().st_size for f in SAMPLE.iterdir()) <= 6_000_000
+    assert "Zalando" in (SAMPLE / "LICENSE").read_text()
+
+
+def test_no_training_image_of_the_sample_is_a_test_image() -> None:
+    (train_x, _), (test_x, _) = load_dataset("fashion-mnist-sample", "nowhere")
+    seen = {image.numpy().tobytes() for image in train_x}
+    assert not any(image.numpy().tobytes() in seen for image in test_x)
+
+
+# -- readers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_files_are_found_and_read(tmp_path: Path, name: str, zipped: bool) -> None:
+    write_mnist(tmp_path / name, zipped=zipped)
+    (train_x, train_y), (test_x, test_y) = load_dataset(name, tmp_path)
+    assert train_x.shape == (6, 1, 28, 28) and train_x.dtype == torch.uint8
+    assert train_x.flatten()[:300].tolist() == [i % 251 for i in range(300)]
+    assert train_y.tolist() == [0, 1, 2, 3, 4, 5] and train_y.dtype == torch.int64
+    assert test_x.shape == (3, 1, 28, 28) and test_y.tolist() == [0, 1, 2]
+
+
+IMAGES = "train-images-idx3-ubyte"
+GOOD = idx([2, 28, 28], bytes(2 * 784))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (GOOD[:-1], "holds 1567 of the 1568 bytes"),
+        (GOOD + b"x", "holds more of the 1568 bytes"),
+        (GOOD[:9], "ends inside its header"),
+        (b"", "not an idx file"),
+        (b"PK\x03\x04 something else entirely", "not an idx file"),
+        (idx([2], bytes(2)), "not an idx file of bytes in 3 dimensions"),
+        (bytes([0, 0, 13, 3]) + GOOD[4:], "not an idx file"),
+        (idx([2**32 - 1] * 3, b""), "which no such dataset has"),
+        (idx([0, 28, 28], b""), "claims 0 bytes"),
+        (idx([2, 32, 32], bytes(2048)), "images of .32, 32."),
+    ],
+)
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_bad_idx_file_is_one_clear_line(
+    tmp_path: Path, raw: bytes, message: str, zipped: bool
+) -> None:
+    write_mnist(tmp_path / "mnist", zipped=zipped)
+    name = IMAGES + (".gz" if zipped else "")
+    (tmp_path / "mnist" / name).write_bytes(gzip.compress(raw) if zipped else raw)
+    with pytest.raises(DataError, match=message) as caught:
+        load_dataset("mnist", tmp_path)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, 100, -5])
+def test_a_cut_or_damaged_gz_file_is_one_clear_line(tmp_path: Path, keep: int) -> None:
+    write_mnist(tmp_path / "mnist", zipped=True)
+    path = tmp_path / "mnist" / f"{IMAGES}.gz"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    with pytest.raises(DataError, match=IMAGES):
+        load_dataset("mnist", tmp_path)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0x10
+    path.write_bytes(flipped)
+    with pytest.raises(DataError, match=IMAGES):
+        load_dataset("mnist", tmp_path)
+
+
+def test_labels_must_fit_the_images_and_the_classes(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "mnist", zipped=False)
+    labels = tmp_path / "mnist" / "train-labels-idx1-ubyte"
+    labels.write_bytes(idx([5], bytes(5)))
+    with pytest.raises(DataError, match=r"6 images.* 5 labels"):
+        load_dataset("mnist", tmp_path)
+    labels.write_bytes(idx([6], bytes([0, 1, 2, 3, 4, 10])))
+    with pytest.raises(DataError, match="label 10"):
+        load_dataset("mnist", tmp_path)
+
+
+def test_missing_data_names_the_place_and_the_flag(tmp_path: Path) -> None:
+    for name, folder in [
+        ("mnist", "mnist"),
+        ("cifar10", "cifar-10-batches-bin"),
+        ("cifar100", "cifar-100-binary"),
+    ]:
+        with pytest.raises(DataError, match=f"data not found.*{folder}.*--data-dir"):
+            load_dataset(name, tmp_path)
+    with pytest.raises(DataError, match="did you mean 'cifar10'"):
+        load_dataset("cifar11", tmp_path)
+
+
+def cifar_record(labels: list[int], start: int) -> bytes:
+    return bytes(labels) + bytes((start + i) % 256 for i in range(3072))
+
+
+@pytest.fixture
+def small_cifar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CIFAR_RECORDS_PER_FILE", 2)
+
+
+@pytest.mark.usefixtures("small_cifar")
+def test_cifars_binary_version_is_read(tmp_path: Path) -> None:
+    ten, hundred = tmp_path / "cifar-10-batches-bin", tmp_path / "cifar-100-binary"
+    ten.mkdir()
+    hundred.mkdir()
+    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        (ten / f"{name}.bin").write_bytes(cifar_record([i], 0) + cifar_record([9], i))
+    (hundred / "train.bin").write_bytes(cifar_record([19, 99], 7) * 10)
+    (hundred / "test.bin").write_bytes(cifar_record([3, 42], 1) * 2)
+    (x, y), (test_x, test_y) = load_dataset("cifar10", tmp_path)
+    assert x.shape == (10, 3, 32, 32) and y.tolist() == [0, 9, 1, 9, 2, 9, 3, 9, 4, 9]
+    assert x[0].flatten()[:5].tolist() == [0, 1, 2, 3, 4]
+    assert test_x.shape == (2, 3, 32, 32) and test_y.tolist() == [5, 9]
+    (x, y), (_, test_y) = load_dataset("cifar100", tmp_path)
+    assert y.tolist() == [99] * 10 and test_y.tolist() == [42, 42], "fine labels"
+    (ten / "data_batch_3.bin").write_bytes(cifar_record([1], 0))
+    with pytest.raises(DataError, match=r"data_batch_3\.bin has 3073 bytes instead of 6146"):
+        load_dataset("cifar10", tmp_path)
+    (ten / "data_batch_3.bin").write_bytes(cifar_record([77], 0) * 2)
+    with pytest.raises(DataError, match="label 77"):
+        load_dataset("cifar10", tmp_path)
+
+
+# -- shares and batches ------------------------------------------------------------------------
+
+
+class Squares(Dataset[Any]):
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor([float(index)]), "y": index**2}
+
+
+class Counting(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        return ((float(i), i) for i in range(23))
+
+
+def numbers(batches: Iterator[Any]) -> list[int]:
+    found = []
+    for batch in batches:
+        values = batch["x"].flatten() if isinstance(batch, dict) else batch[0]
+        found += [int(v) for v in values]
+    return found
+
+
+@pytest.mark.parametrize("data", [(torch.arange(23.0), torch.arange(23)), Squares(), Counting()])
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_shares_are_disjoint_and_cover_everything(data: Any, num_workers: int) -> None:
+    source = make_source(data, "training")
+    shares = [numbers(source.train(r, num_workers, 5, seed=0, epoch=0)) for r in range(num_workers)]
+    assert sorted(n for share in shares for n in share) == list(range(23))
+    again = [numbers(source.train(r, num_workers, 5, seed=0, epoch=3)) for r in range(num_workers)]
+    assert [set(s) for s in again] == [set(s) for s in shares], "a worker's share is its own"
+    if source.num_examples:
+        assert [source.share_size(r, num_workers) for r in range(num_workers)] == [
+            len(s) for s in shares
+        ]
+
+
+def test_orders_depend_on_seed_rank_and_epoch_alone() -> None:
+    source = make_source((torch.arange(50.0), torch.arange(50)), "training")
+    assert numbers(source.train(0, 2, 5, 0, 0)) == numbers(source.train(0, 2, 5, 0, 0))
+    assert numbers(source.train(0, 2, 5, 0, 0)) == numbers(source.train(0, 2, 7, 0, 0))
+    assert numbers(source.train(0, 2, 5, 0, 0)) != numbers(source.train(0, 2, 5, 0, 1))
+    assert numbers(source.train(0, 2, 5, 0, 0)) != numbers(source.train(0, 2, 5, 1, 0))
+
+
+def test_in_order_means_each_once_in_order() -> None:
+    for data in ((torch.arange(23.0), torch.arange(23)), Squares(), Counting()):
+        assert numbers(make_source(data, "test").in_order(5)) == list(range(23))
+
+
+def test_batches_have_the_form_of_the_data() -> None:
+    x, y = toy_data(10)
+    assert torch.equal(next(make_source(x, "training").in_order(4)), x[:4])
+    for data in ((x, y), [x, y], TensorDataset(x, y)):
+        batch = next(make_source(data, "training").in_order(4))
+        assert torch.equal(batch[0], x[:4]) and torch.equal(batch[1], y[:4])
+    batch = next(make_source(Squares(), "training").in_order(4))
+    assert batch["y"].tolist() == [0, 1, 4, 9]
+    assert [batch_length(b) for b in (x[:4], (x[:3], y[:3]), batch)] == [4, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((torch.zeros(3), torch.zeros(4)), "different lengths"),
+        (torch.zeros(0), "empty"),
+        (iter([1, 2]), "only once"),
+        (17, "is a int"),
+    ],
+)
+def test_data_of_another_kind_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_source(data, "training")

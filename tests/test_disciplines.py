@@ -1,0 +1,352 @@
+"""The promises of each discipline, with scripted interleavings and, where it pays, all of them."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from offbeat.config import DISCIPLINES
+from offbeat.disciplines import (
+    Action,
+    Apply,
+    ApplyReply,
+    Bounded,
+    Discipline,
+    Drop,
+    LockFree,
+    Push,
+    Reply,
+    ReplyApply,
+    Sync,
+    make_discipline,
+)
+
+
+def push(worker: int, sequence: int = 1) -> Push:
+    return Push(worker, sequence)
+
+
+def replied(actions: list[Action]) -> list[int]:
+    return [a.worker for a in actions if isinstance(a, Reply)]
+
+
+def applied(actions: list[Action]) -> list[Push]:
+    return [p for a in actions if isinstance(a, Apply) for p in a.pushes]
+
+
+# -- asynchronous ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_apply_reply_contains_the_own_gradient_and_waits_for_nobody(workers: int) -> None:
+    discipline = ApplyReply(range(workers))
+    for sequence in (1, 2, 3):  # worker 0 alone, all others stalled
+        assert discipline.on_push(push(0, sequence)) == [Apply((push(0, sequence),)), Reply(0)]
+
+
+@pytest.mark.parametrize("kind", [ReplyApply, LockFree])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_reply_apply_replies_first_and_applies_exactly_once(
+    kind: type[Discipline], workers: int
+) -> None:
+    discipline = kind(range(workers))
+    for sequence in (1, 2, 3):
+        assert discipline.on_push(push(0, sequence)) == [Reply(0), Apply((push(0, sequence),))]
+
+
+def test_only_lock_free_goes_without_a_lock() -> None:
+    unlocked = [n for n in DISCIPLINES if not make_discipline(n, range(2)).locked]
+    assert unlocked == ["lock-free"]
+
+
+@pytest.mark.parametrize("name", ["apply-reply", "reply-apply", "lock-free"])
+def test_asynchronous_ones_ignore_joins_leaves_and_time(name: str) -> None:
+    discipline = make_discipline(name, range(2))
+    assert discipline.on_join(7) == []
+    assert discipline.on_leave(1) == []
+    assert discipline.on_tick(1e9) == []
+    assert replied(discipline.on_push(push(7))) == [7]
+
+
+# -- sync --------------------------------------------------------------------------------------
+
+
+def test_sync_holds_everybody_until_the_round_is_full() -> None:
+    sync = Sync(range(3))
+    assert sync.on_push(push(2)) == []
+    assert sync.on_push(push(0)) == []
+    in_rank_order = Apply((push(0), push(1), push(2)))
+    assert sync.on_push(push(1)) == [in_rank_order, Reply(0), Reply(1), Reply(2)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_sync_applies_in_rank_order_whoever_comes_first(order: tuple[int, ...]) -> None:
+    sync = Sync(range(3))
+    actions = [action for worker in order for action in sync.on_push(push(worker))]
+    assert actions == [Apply((push(0), push(1), push(2))), Reply(0), Reply(1), Reply(2)]
+
+
+def test_sync_never_releases_a_fast_worker_into_the_next_round() -> None:
+    sync = Sync(range(2))
+    sync.on_push(push(0, 1))
+    sync.on_push(push(1, 1))
+    assert sync.on_push(push(0, 2)) == []  # worker 1 has not even begun round 2
+    assert applied(sync.on_push(push(1, 2))) == [push(0, 2), push(1, 2)]
+
+
+def test_sync_with_one_worker_is_apply_reply() -> None:
+    sync = Sync([0])
+    for sequence in (1, 2):
+        assert sync.on_push(push(0, sequence)) == [Apply((push(0, sequence),)), Reply(0)]
+
+
+def test_sync_waits_for_workers_that_have_not_come_yet() -> None:
+    sync = Sync(range(2))
+    sync.on_join(0)
+    assert sync.on_push(push(0)) == []
+    sync.on_join(1)
+    assert applied(sync.on_push(push(1))) == [push(0), push(1)]
+
+
+def test_a_departure_in_the_middle_of_a_round_completes_it() -> None:
+    sync = Sync(range(3))
+    sync.on_push(push(0))
+    sync.on_push(push(2))
+    assert sync.on_leave(1) == [Apply((push(0), push(2))), Reply(0), Reply(2)]
+
+
+def test_a_stalled_worker_stalls_the_round_until_it_leaves() -> None:
+    sync = Sync(range(2))
+    sync.on_push(push(0))
+    assert sync.on_tick(1e9) == []
+    assert applied(sync.on_leave(1)) == [push(0)]
+
+
+def test_a_worker_that_leaves_takes_its_waiting_gradient_with_it() -> None:
+    sync = Sync(range(3))
+    sync.on_push(push(1))
+    assert sync.on_leave(1) == [Drop(push(1))]
+    sync.on_push(push(0))
+    assert applied(sync.on_push(push(2))) == [push(0), push(2)]
+
+
+def test_the_last_worker_to_leave_closes_nothing() -> None:
+    sync = Sync([0])
+    assert sync.on_leave(0) == []
+
+
+def test_a_late_joiner_is_waited_for() -> None:
+    sync = Sync(range(2))
+    sync.on_push(push(0))
+    sync.on_join(2)
+    assert sync.on_push(push(1)) == []
+    assert applied(sync.on_push(push(2))) == [push(0), push(1), push(2)]
+
+
+def test_a_joiner_belongs_to_the_round_it_joined_in() -> None:
+    sync = Sync(range(2))
+    for worker in (0, 1):
+        sync.on_push(push(worker))
+    sync.on_join(5)  # gets round 1's parameters
+    sync.on_push(push(0, 2))
+    sync.on_push(push(1, 2))
+    assert applied(sync.on_push(push(5, 1))) == [push(0, 2), push(1, 2), push(5, 1)]
+
+
+def test_backup_workers_close_the_round_early_and_the_late_one_is_dropped_and_answered() -> None:
+    sync = Sync(range(3), backup_workers=1)
+    assert sync.on_push(push(2, 1)) == []
+    assert sync.on_push(push(0, 1)) == [Apply((push(0, 1), push(2, 1))), Reply(0), Reply(2)]
+    assert sync.on_push(push(1, 1)) == [Drop(push(1, 1)), Reply(1)]
+    assert sync.on_push(push(1, 2)) == []  # back in step: it joins the second round
+    assert applied(sync.on_push(push(0, 2))) == [push(0, 2), push(1, 2)]
+
+
+def test_backup_workers_may_not_empty_a_round() -> None:
+    sync = Sync(range(2), backup_workers=1)
+    sync.on_leave(1)
+    assert applied(sync.on_push(push(0))) == [push(0)]
+
+
+def test_a_deadline_closes_the_round_counted_from_the_first_gradient_seen() -> None:
+    sync = Sync(range(2), round_timeout_s=5)
+    assert sync.on_tick(100) == []  # nobody waits yet
+    sync.on_push(push(0, 1))
+    assert sync.on_tick(101) == []
+    assert sync.on_tick(105.9) == []
+    assert sync.on_tick(106) == [Apply((push(0, 1),)), Reply(0)]
+    assert sync.on_push(push(1, 1)) == [Drop(push(1, 1)), Reply(1)]
+    sync.on_push(push(0, 2))
+    assert sync.on_tick(106.5) == []  # the new round has a deadline of its own
+
+
+# -- bounded -----------------------------------------------------------------------------------
+
+
+def test_bounded_zero_keeps_the_pace_of_sync_with_separate_updates() -> None:
+    bounded = Bounded(range(2), staleness=0)
+    assert bounded.on_push(push(0)) == [Apply((push(0),))]
+    assert bounded.on_push(push(1)) == [Apply((push(1),)), Reply(0), Reply(1)]
+
+
+def test_bounded_lets_a_worker_run_ahead_by_s_and_no_more() -> None:
+    bounded = Bounded(range(2), staleness=2)
+    assert replied(bounded.on_push(push(0, 1))) == [0]
+    assert replied(bounded.on_push(push(0, 2))) == [0]
+    assert replied(bounded.on_push(push(0, 3))) == []  # 3 ahead
+    assert replied(bounded.on_push(push(1, 1))) == [0, 1]
+
+
+def test_bounded_infinity_is_apply_reply() -> None:
+    bounded, asynchronous = Bounded(range(3), staleness=math.inf), ApplyReply(range(3))
+    for sequence in range(1, 50):
+        assert bounded.on_push(push(0, sequence)) == asynchronous.on_push(push(0, sequence))
+
+
+def test_bounded_with_one_worker_never_waits() -> None:
+    bounded = Bounded([0], staleness=0)
+    for sequence in (1, 2, 3):
+        assert bounded.on_push(push(0, sequence)) == [Apply((push(0, sequence),)), Reply(0)]
+
+
+def test_a_finished_worker_leaves_the_count() -> None:
+    bounded = Bounded(range(2), staleness=0)
+    bounded.on_push(push(0))
+    assert replied(bounded.on_leave(1)) == [0]
+    assert replied(bounded.on_push(push(0, 2))) == [0]
+
+
+def test_a_joining_worker_starts_at_the_minimum() -> None:
+    bounded = Bounded(range(2), staleness=1)
+    for sequence in (1, 2, 3):
+        bounded.on_push(push(0, sequence))
+        bounded.on_push(push(1, sequence))
+    bounded.on_push(push(0, 4))
+    bounded.on_join(2)
+    assert bounded.clock[2] == 3
+    assert replied(bounded.on_push(push(0, 5))) == []  # 2 ahead of both others
+    bounded.on_push(push(1, 4))
+    assert replied(bounded.on_push(push(2, 1))) == [0, 2]
+
+
+class World:
+    """Workers that push as soon as they are answered, in an order drawn at random.
+
+    Counts versions as a shard would, so that staleness and clocks can be checked.
+    """
+
+    def __init__(self, discipline: Discipline, num_workers: int, seed: int) -> None:
+        self.discipline = discipline
+        self.random = random.Random(seed)
+        self.version = 0
+        self.base = dict.fromkeys(range(num_workers), 0)
+        self.base_of: dict[Push, int] = {}
+        self.sequence = dict.fromkeys(range(num_workers), 0)
+        self.computing = set(range(num_workers))
+        self.staleness: list[int] = []
+        self.applied: list[Push] = []
+        self.dropped: list[Push] = []
+
+    def step(self) -> None:
+        worker = self.random.choice(sorted(self.computing))
+        self.computing.remove(worker)
+        self.sequence[worker] += 1
+        pushed = Push(worker, self.sequence[worker])
+        self.base_of[pushed] = self.base[worker]
+        self.carry_out(self.discipline.on_push(pushed))
+
+    def carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Apply(pushes):
+                    self.version += 1
+                    self.applied += pushes
+                    self.staleness += [self.version - 1 - self.base_of[p] for p in pushes]
+                case Reply(worker):
+                    assert worker not in self.computing, "answered twice"
+                    self.computing.add(worker)
+                    self.base[worker] = self.version
+                case Drop(dropped):
+                    self.dropped.append(dropped)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", DISCIPLINES)
+def test_any_interleaving_applies_each_push_once_and_strands_nobody(
+    name: str, num_workers: int, seed: int
+) -> None:
+    world = World(make_discipline(name, range(num_workers), staleness=1), num_workers, seed)
+    for _ in range(500):
+        world.step()
+    waiting = set(range(num_workers)) - world.computing
+    assert waiting != set(range(num_workers)), "everybody waits for somebody"
+    assert len(set(world.applied)) == len(world.applied)
+    pushed = {Push(w, s) for w, n in world.sequence.items() for s in range(1, n + 1)}
+    not_in = pushed - set(world.applied)
+    assert {p.worker for p in not_in} <= waiting, "only a waiting round may be unapplied"
+    assert not world.dropped
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("num_workers", "bound"), [(2, 0), (2, 1), (3, 1), (3, 2), (5, 1)])
+def test_bounded_keeps_its_bounds_in_any_interleaving(
+    num_workers: int, bound: int, seed: int
+) -> None:
+    discipline = Bounded(range(num_workers), staleness=bound)
+    world = World(discipline, num_workers, seed)
+    for _ in range(1000):
+        world.step()
+        slowest = min(discipline.clock.values())
+        assert all(discipline.clock[w] - slowest <= bound for w in world.computing)
+    assert max(world.staleness) <= (num_workers - 1) * (2 * bound + 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("name", "offset"), [("apply-reply", -1), ("reply-apply", 0)])
+def test_mean_staleness_is_about_the_number_of_workers(name: str, offset: int, seed: int) -> None:
+    num_workers = 4
+    world = World(make_discipline(name, range(num_workers)), num_workers, seed)
+    for _ in range(2000):
+        world.step()
+    mean = sum(world.staleness) / len(world.staleness)
+    assert mean == pytest.approx(num_workers + offset, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("backup_workers", [0, 1, 2])
+def test_sync_is_never_stale_and_drops_only_with_backup_workers(
+    backup_workers: int, seed: int
+) -> None:
+    world = World(Sync(range(4), backup_workers=backup_workers), 4, seed)
+    for _ in range(1000):
+        world.step()
+    assert set(world.staleness) == {0}
+    assert bool(world.dropped) == bool(backup_workers)
+    assert not set(world.dropped) & set(world.applied)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", DISCIPLINES)
+def test_leaves_and_joins_at_any_time_strand_nobody(name: str, seed: int) -> None:
+    num_workers = 4
+    discipline = make_discipline(name, range(num_workers), staleness=1)
+    world = World(discipline, num_workers, seed)
+    for turn in range(600):
+        if turn % 50 == 25:
+            gone = world.random.randrange(num_workers)
+            world.computing.discard(gone)
+            world.carry_out(discipline.on_leave(gone))
+            assert world.computing, "a leave must not strand the others"
+        if turn % 50 == 40:
+            world.base[gone] = world.version
+            world.carry_out(discipline.on_join(gone))
+            world.computing.add(gone)
+        world.step()
+    assert not set(world.dropped) & set(world.applied)
+
+
+def test_names_in_the_configuration_are_those_that_exist() -> None:
+    kinds = [type(make_discipline(name, range(2), staleness=1)).__name__ for name in DISCIPLINES]
+    assert kinds == ["Sync", "ApplyReply", "ReplyApply", "LockFree", "Bounded"]

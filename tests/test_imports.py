@@ -1,0 +1,96 @@
+"""The package's shape: layers that import downward only, a pure core, and an instant command."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offbeat
+
+PACKAGE = Path(offbeat.__file__).parent
+LAYERS = [
+    ["cli", "__main__"],
+    ["api"],
+    ["engines"],
+    ["roles"],
+    ["report", "rundir", "progress", "job"],
+    ["disciplines", "checkpoint", "shard"],
+    ["transport", "recipes", "data"],
+    ["flat", "optim", "randomness", "events"],
+    ["config", "errors", "version"],
+]
+HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules that a file imports when it is imported, by their full names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
+def test_imports_point_downward(path: Path) -> None:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts == ("__init__",):
+        return
+    for name in imports_of(path):
+        package, _, inner = name.partition(".")
+        if package == "offbeat" and inner:
+            other = inner.split(".")[0]
+            same = other == parts[0]
+            assert same or HEIGHT[other] <= HEIGHT[parts[0]], f"{path.name} imports {name}"
+
+
+def test_the_disciplines_are_pure() -> None:
+    allowed = {"math", "abc", "collections.abc", "dataclasses"}
+    assert imports_of(PACKAGE / "disciplines.py") <= allowed
+    assert len((PACKAGE / "disciplines.py").read_text().splitlines()) < 300
+
+
+@pytest.mark.parametrize(
+    "banned", ["pickle", "torch.load", "extractall", "eval(", "exec(", "shell=True", "time.sleep"]
+)
+def test_nothing_dangerous_is_called_anywhere(banned: str) -> None:
+    users = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call | ast.Import | ast.ImportFrom):
+                text = ast.unparse(node)
+                if text.startswith(banned) or f"import {banned}" in text or ".extractall(" in text:
+                    users.append(f"{path.name}:{node.lineno}")
+    assert not users
+
+
+def test_everything_that_is_offered_exists() -> None:
+    for name in offbeat.__all__:
+        assert getattr(offbeat, name) is not None
+    assert set(dir(offbeat)) == set(offbeat.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="trian"):
+        offbeat.trian  # noqa: B018
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from offbeat.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "heavy = {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "offbeat" in done.stdout

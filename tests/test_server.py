@@ -1,0 +1,343 @@
+"""A live server under each discipline: what its workers see, in threads."""
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from rig import Hand, in_threads, rig, wait_until
+
+from offbeat import SGD
+from offbeat.errors import ConnectionClosedError
+
+LOCKED = ["sync", "apply-reply", "reply-apply", "bounded"]
+
+
+def test_apply_reply_returns_parameters_that_contain_the_gradient(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 2) as r:
+        first, second = r.join_all(2)
+        assert first.exchange(1.0).reply_version == 1
+        assert first.params.tolist() == [-1] * 4
+        assert second.exchange(2.0).reply_version == 2
+        assert second.params.tolist() == [-3] * 4
+        assert second.link.wait_reply(0.01) is None, "one reply per push"
+    assert [(p["staleness"], p["outcome"]) for p in r.pushes()] == [(0, "applied"), (1, "applied")]
+
+
+@pytest.mark.parametrize("discipline", ["reply-apply", "lock-free"])
+def test_reply_apply_answers_with_the_newest_and_applies_once(
+    tmp_path: Path, discipline: str
+) -> None:
+    with rig(tmp_path, discipline, 1) as r:
+        (hand,) = r.join_all(1)
+        for step in range(1, 6):
+            assert hand.exchange(1.0).reply_version == step - 1, "not yet in"
+            wait_until(lambda step=step: r.shard.version == step, "the gradient is in")
+        assert r.shard.params.tolist() == [-5] * 4
+    assert [p["staleness"] for p in r.pushes()] == [0, 1, 1, 1, 1]
+
+
+def test_sync_answers_all_with_the_same_bits_after_the_round(tmp_path: Path) -> None:
+    with rig(tmp_path, "sync", 3) as r:
+        hands = r.join_all(3)
+        hands[2].push(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+        hands[0].push(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        assert not hands[0].has_reply() and not hands[2].has_reply()
+        hands[1].push(torch.tensor([5.0, 6.0, 7.0, 8.0]))
+        versions = [hand.reply().reply_version for hand in hands]
+        assert versions == [1, 1, 1]
+        bits = {hand.params.numpy().tobytes() for hand in hands}
+        assert len(bits) == 1
+    assert {p["staleness"] for p in r.pushes()} == {0}
+
+
+def test_sync_goes_on_when_a_worker_leaves_or_its_deadline_passes(tmp_path: Path) -> None:
+    now = [0.0]
+    options = {"round_timeout_s": 30.0}
+    with rig(tmp_path, "sync", 3, clock=lambda: now[0], discipline_options=options) as r:
+        hands = r.join_all(3)
+        hands[0].push(1.0)
+        hands[1].push(3.0)
+        hands[2].link.close()
+        assert hands[0].reply().reply_version == hands[1].reply().reply_version == 1
+        assert hands[0].params.tolist() == [-2] * 4
+        hands[0].push(1.0)
+        assert not hands[0].has_reply(0.3)
+        now[0] = 31.0
+        assert not hands[0].has_reply(0.3) or True  # the first tick may only start the clock
+        now[0] = 70.0
+        wait_until(lambda: r.shard.version == 2, "the deadline closes the round")
+        assert hands[1].exchange(1.0).status == "dropped"
+    assert [p["outcome"] for p in r.pushes()].count("dropped") == 1
+
+
+def test_backup_workers_drop_the_late_gradient_and_answer_at_once(tmp_path: Path) -> None:
+    with rig(tmp_path, "sync", 2, discipline_options={"backup_workers": 1}) as r:
+        fast, slow = r.join_all(2)
+        assert fast.exchange(1.0).reply_version == 1
+        late = slow.exchange(100.0)
+        assert (late.status, late.reply_version) == ("dropped", 1)
+        assert slow.params.tolist() == [-1] * 4
+        slow.push(1.0)
+        assert slow.reply().reply_version == 2
+
+
+def test_bounded_holds_the_fast_worker_back(tmp_path: Path) -> None:
+    with rig(tmp_path, "bounded", 2, discipline_options={"staleness": 1}) as r:
+        fast, slow = r.join_all(2)
+        fast.exchange(1.0)
+        fast.push(1.0)
+        assert not fast.has_reply()
+        slow.exchange(1.0)
+        assert fast.reply().reply_version == 3
+        fast.push(1.0)
+        slow.link.close()
+        assert fast.reply().reply_version == 4, "a finished worker leaves the count"
+
+
+@pytest.mark.parametrize("discipline", ["apply-reply", "reply-apply", "bounded", "lock-free"])
+def test_a_stalled_worker_and_an_unread_reply_delay_nobody(tmp_path: Path, discipline: str) -> None:
+    options = {"staleness": float("inf")} if discipline == "bounded" else {}
+    with rig(tmp_path, discipline, 3, discipline_options=options) as r:
+        active, lazy_reader, _stalled = r.join_all(3)
+        lazy_reader.push(1.0)  # and never reads the reply
+        for _ in range(20):
+            active.exchange(1.0)
+        wait_until(lambda: r.shard.version == 21, "all of them are in")
+
+
+@pytest.mark.parametrize("discipline", [*LOCKED, "lock-free"])
+def test_a_duplicate_is_answered_and_not_applied_again(tmp_path: Path, discipline: str) -> None:
+    with rig(tmp_path, discipline, 1) as r:
+        (hand,) = r.join_all(1)
+        hand.exchange(1.0)
+        assert hand.exchange(1.0, sequence=1).status == "duplicate"
+        hand.exchange(1.0, sequence=2)
+        assert hand.exchange(1.0, sequence=2).status == "duplicate"
+        wait_until(lambda: r.shard.version == 2, "both are in")
+        assert r.shard.params.tolist() == [-2] * 4
+        hand.link.close()
+        assert r.server.drain(10)
+    assert [p["outcome"] for p in r.pushes()] == ["applied", "duplicate", "applied", "duplicate"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e38])
+@pytest.mark.parametrize("discipline", [*LOCKED, "lock-free"])
+def test_an_unusable_gradient_changes_nothing_and_is_counted(
+    tmp_path: Path, discipline: str, bad: float
+) -> None:
+    with rig(tmp_path, discipline, 1, optimizer=SGD(lr=1.0, momentum=0.9), ema_decay=0.9) as r:
+        (hand,) = r.join_all(1)
+        hand.exchange(1.0)
+        wait_until(lambda: r.shard.version == 1, "the good one is in")
+        before = r.server.snapshot().result(10)
+        assert hand.exchange(torch.tensor([0.0, 0.0, bad, 0.0])).status == "rejected"
+        assert hand.exchange(0.0, void=True).status == "rejected"
+        after = r.server.snapshot().result(10)
+        assert after.version == before.version == 1
+        assert all(torch.equal(before.state[k], after.state[k]) for k in before.state)
+        hand.exchange(1.0)
+        wait_until(lambda: r.shard.version == 2, "the next good one is in")
+        hand.link.close()
+        assert r.server.drain(10)
+    outcomes = [p["outcome"] for p in r.pushes()]
+    assert outcomes == ["applied", "rejected", "rejected", "applied"]
+
+
+def test_in_sync_an_unusable_gradient_takes_no_part_and_keeps_the_pace(tmp_path: Path) -> None:
+    with rig(tmp_path, "sync", 2) as r:
+        hands = r.join_all(2)
+        hands[0].push(float("nan"))
+        hands[1].push(4.0)
+        assert [h.reply().status for h in hands] == ["rejected", "applied"]
+        assert r.shard.params.tolist() == [-4] * 4, "the mean of what was usable"
+        for hand in hands:
+            hand.push(float("nan"))
+        assert [h.reply().status for h in hands] == ["rejected", "rejected"]
+        assert r.shard.version == 1, "a round of nothing is no update"
+        for hand in hands:
+            hand.push(1.0)
+        assert [h.reply().reply_version for h in hands] == [2, 2]
+
+
+@pytest.mark.parametrize("discipline", LOCKED)
+def test_no_reply_of_a_locked_discipline_mixes_two_versions(
+    tmp_path: Path, discipline: str
+) -> None:
+    """Every update stamps its version into every element, so a mixed reply shows itself."""
+    options = {"staleness": 1} if discipline == "bounded" else {}
+    with rig(tmp_path, discipline, 3, sizes=(50_001,), discipline_options=options) as r:
+        hands = r.join_all(3)
+
+        def work(hand: Hand) -> None:
+            for _ in range(60):
+                version = hand.exchange(-1.0).reply_version
+                least, most = torch.aminmax(hand.params)
+                assert least.item() == most.item() == version
+            hand.link.close()
+
+        in_threads(*(lambda hand=hand: work(hand) for hand in hands))
+        assert r.server.drain(10)
+    pushes = r.pushes()
+    assert not any(p["mixed"] for p in pushes)
+    assert {p["outcome"] for p in pushes} == {"applied"}
+    assert r.shard.version == (60 if discipline == "sync" else 180)
+
+
+def test_a_snapshot_is_taken_at_the_version_asked_for(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 1) as r:
+        (hand,) = r.join_all(1)
+        wish = r.server.snapshot(at_version=3)
+        never = r.server.snapshot(at_version=1000)
+        for _ in range(5):
+            hand.exchange(1.0)
+        snapshot = wish.result(10)
+        assert (snapshot.version, snapshot.state["params"].tolist()) == (3, [-3] * 4)
+        assert snapshot.claimed == {0: (0, 3)}
+    assert never.cancelled()
+
+
+def test_strangers_and_twins_are_refused_and_the_server_goes_on(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 2) as r:
+        hand = r.join(0)
+        with pytest.raises(ConnectionClosedError, match="disagree about the model"):
+            r.join(1, fingerprint="another")
+        with pytest.raises(ConnectionClosedError, match="here already"):
+            r.join(0)
+        assert hand.exchange(1.0).reply_version == 1
+
+
+def test_a_failing_update_is_reported_to_the_worker_and_to_the_engine(tmp_path: Path) -> None:
+    def broken(version: int, total: int | None) -> float:
+        raise ZeroDivisionError("no schedule")
+
+    with rig(tmp_path, "apply-reply", 1, schedule=broken) as r:
+        (hand,) = r.join_all(1)
+        hand.push(1.0)
+        with pytest.raises(ConnectionClosedError, match="no schedule"):
+            hand.reply()
+        assert isinstance(r.server.failure, ZeroDivisionError)
+
+
+def held_up(r_gate: threading.Event, began: threading.Event, at_version: int):  # type: ignore[no-untyped-def]
+    def schedule(version: int, total: int | None) -> float:
+        if version == at_version:
+            began.set()
+            assert r_gate.wait(20)
+        return 1.0
+
+    return schedule
+
+
+def test_lock_free_an_apply_held_up_half_way_delays_nobodys_reply(tmp_path: Path) -> None:
+    gate, began = threading.Event(), threading.Event()
+    with rig(tmp_path, "lock-free", 3, schedule=held_up(gate, began, 0)) as r:
+        hands = r.join_all(3)
+        try:
+            hands[0].exchange(1.0)  # answered although its own apply hangs
+            assert began.wait(10)
+            for _ in range(10):
+                for hand in hands[1:]:
+                    hand.exchange(1.0)
+            late = r.join(7)  # not even a join is delayed
+            late.exchange(1.0)
+        finally:
+            gate.set()
+        wait_until(lambda: r.shard.version == 22, "the held-up one is in as well")
+
+
+def test_reply_apply_locked_does_wait_for_an_apply_half_way(tmp_path: Path) -> None:
+    """The contrast, which shows that the test above could fail."""
+    gate, began = threading.Event(), threading.Event()
+    with rig(tmp_path, "reply-apply", 2, schedule=held_up(gate, began, 0)) as r:
+        hands = r.join_all(2)
+        try:
+            hands[0].exchange(1.0)
+            assert began.wait(10)
+            hands[1].push(1.0)
+            assert not hands[1].has_reply()
+        finally:
+            gate.set()
+        hands[1].reply()
+
+
+def test_lock_free_takes_no_lock_on_the_request_path(tmp_path: Path) -> None:
+    with rig(tmp_path, "lock-free", 2) as r:
+        hands = r.join_all(2)
+        with r.server._mutex, r.server._membership:
+            for hand in hands:
+                for _ in range(5):
+                    hand.exchange(1.0)
+            wait_until(lambda: r.shard.version == 10, "all are in, with every lock taken")
+        assert isinstance(r.server._lock, contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("num_pushes", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_lock_free_eight_sessions_apply_every_gradient_exactly_once(
+    tmp_path: Path, num_pushes: int
+) -> None:
+    """Each session's gradients go to a tensor of its own, so that no addition can be lost to
+    another; what each optimizer saw is written down besides."""
+    num_sessions = 8
+    with rig(tmp_path, "lock-free", num_sessions, sizes=(2,) * num_sessions) as r:
+        hands = r.join_all(num_sessions)
+        seen: list[list[float]] = [[] for _ in range(num_sessions)]
+        for updater, record in zip(r.shard.updaters, seen, strict=True):
+
+            def write_down(optimizer, args, kwargs, record=record) -> None:  # type: ignore[no-untyped-def]
+                (group,) = optimizer.param_groups
+                grads = [p.grad for p in group["params"] if p.grad is not None]
+                record.append(grads[0][1].item())
+
+            updater.optimizer.register_step_pre_hook(write_down)
+
+        masks = [[t == s for t in range(num_sessions)] for s in range(num_sessions)]
+        for number in range(num_pushes):
+            for s, hand in enumerate(hands):
+                values = torch.zeros(2 * num_sessions)
+                values[2 * s] = 1.0
+                values[2 * s + 1] = number
+                hand.push(values, masks[s])
+            for hand in hands:
+                hand.reply()
+        for hand in hands:
+            hand.link.close()
+        assert r.server.drain(60)
+        assert r.shard.version == num_sessions * num_pushes
+        assert seen == [[float(n) for n in range(num_pushes)]] * num_sessions
+        assert r.shard.params[::2].tolist() == [-num_pushes] * num_sessions
+    pushes = r.pushes()
+    assert sorted(p["version"] for p in pushes) == list(range(1, num_sessions * num_pushes + 1))
+    assert {(p["worker"], p["sequence"]) for p in pushes} == {
+        (s, n) for s in range(num_sessions) for n in range(1, num_pushes + 1)
+    }
+
+
+def test_lock_free_sessions_racing_on_the_same_elements_skip_no_gradient(tmp_path: Path) -> None:
+    """Additions may be lost to a race, as in Hogwild; gradients may not, and momentum is shared."""
+    with rig(tmp_path, "lock-free", 4, sizes=(20_000,), optimizer=SGD(lr=1e-3, momentum=0.5)) as r:
+        hands = r.join_all(4)
+        consumed: list[float] = []
+        for updater in r.shard.updaters:
+            updater.optimizer.register_step_pre_hook(
+                lambda optimizer, args, kwargs: consumed.append(
+                    optimizer.param_groups[0]["params"][0].grad[0].item()
+                )
+            )
+
+        def work(hand: Hand) -> None:
+            for number in range(200):
+                hand.exchange(float(hand.worker * 1000 + number))
+            hand.link.close()
+
+        in_threads(*(lambda hand=hand: work(hand) for hand in hands))
+        assert r.server.drain(20)
+        assert sorted(consumed) == sorted(w * 1000 + n for w in range(4) for n in range(200))
+        buffers = {
+            u.optimizer.state[u.aliases[0].param]["momentum_buffer"].data_ptr()
+            for u in r.shard.updaters
+        }
+        assert len(buffers) == 1
+    mixed = sum(p["mixed"] for p in r.pushes())
+    assert 0 <= mixed < 800

@@ -1,0 +1,283 @@
+"""The shard's arithmetic: torch's own, on slices, to the bit."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_plain_optimizer
+from torch import nn
+
+from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop, cosine, step_decay
+from offbeat.errors import ConfigError
+from offbeat.flat import FlatModel
+from offbeat.optim import BY_NAME, Optimizer, constant
+from offbeat.shard import Gradient, Shard, Updater, partition, segments_of, usable
+
+OPTIMIZERS = {
+    "sgd": SGD(lr=0.1),
+    "weight decay": SGD(lr=0.1, weight_decay=0.01),
+    "momentum": SGD(lr=0.1, momentum=0.9),
+    "nesterov": SGD(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": Adam(lr=0.01),
+    "amsgrad": Adam(lr=0.01, amsgrad=True),
+    "adamw": AdamW(lr=0.01, weight_decay=0.1),
+    "adagrad": Adagrad(lr=0.05, initial_accumulator_value=0.1),
+    "rmsprop": RMSprop(lr=0.01),
+    "centered rmsprop": RMSprop(lr=0.01, centered=True, momentum=0.5),
+}
+
+
+def make_shards(
+    flat: FlatModel, optimizer: Optimizer, num_shards: int, **options: Any
+) -> list[Shard]:
+    return [
+        Shard(
+            flat.params[lo:hi].clone(),
+            segments_of(flat.manifest, optimizer, lo, hi),
+            optimizer,
+            **options,
+        )
+        for lo, hi in partition(flat.manifest.num_elements, num_shards)
+    ]
+
+
+def odd_model() -> nn.Module:
+    """Tensors of sizes that fit no vector register, large enough for several kernel threads."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(331, 199), nn.Tanh(), nn.Linear(199, 7))
+
+
+def gradients(flat: FlatModel, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    size = flat.manifest.num_elements
+    return [torch.randn(size, generator=generator) * 10.0**-k for k in range(count)]
+
+
+def step_plainly(module: nn.Module, optimizer: torch.optim.Optimizer, values: torch.Tensor) -> None:
+    offset = 0
+    for parameter in module.parameters():
+        part = values[offset : offset + parameter.numel()]
+        parameter.grad = part.view_as(parameter).clone()
+        offset += parameter.numel()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slices_give_the_bits_of_plain_torch(name: str, num_shards: int) -> None:
+    spec = OPTIMIZERS[name]
+    flat = FlatModel(odd_model())
+    shards = make_shards(flat, spec, num_shards)
+    updaters = [shard.make_updater() for shard in shards]
+    plain = odd_model()
+    optimizer = make_plain_optimizer(spec, plain)
+    for values in gradients(flat, 6):
+        for (lo, hi), updater in zip(partition(len(values), num_shards), updaters, strict=True):
+            updater.apply([Gradient(values[lo:hi])])
+        step_plainly(plain, optimizer, values)
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.equal(torch.cat([shard.params for shard in shards]), expected)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw", "adagrad"])
+def test_fused_kernels_come_close(name: str) -> None:
+    spec = OPTIMIZERS[name]
+    flat = FlatModel(odd_model())
+    (fused,) = make_shards(flat, spec, 1, fused=True)
+    (default,) = make_shards(flat, spec, 1)
+    for shard in (fused, default):
+        updater = shard.make_updater()
+        for values in gradients(flat, 6):
+            updater.apply([Gradient(values.clone())])
+    assert any(g.get("fused") for g in fused.updaters[0].optimizer.param_groups)
+    torch.testing.assert_close(fused.params, default.params, rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_without_a_fused_form_says_so() -> None:
+    with pytest.raises(ConfigError, match="--fused"):
+        RMSprop().check(fused=True)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_tensor_without_a_gradient_is_skipped_as_torch_does(
+    name: str, shared: bool, num_shards: int
+) -> None:
+    """Momentum must not go on moving it, and its step count must not grow."""
+    spec = OPTIMIZERS[name]
+    flat = FlatModel(odd_model())
+    shards = make_shards(flat, spec, num_shards)
+    updaters = [shard.make_updater(shared=shared) for shard in shards]
+    plain = odd_model()
+    optimizer = make_plain_optimizer(spec, plain)
+    masks = [None, None, [True, False, True, False], [False] * 4, None, [False, True, True, True]]
+    for values, mask in zip(gradients(flat, 6), masks, strict=True):
+        for (lo, hi), updater in zip(partition(len(values), num_shards), updaters, strict=True):
+            updater.apply([Gradient(values[lo:hi], mask)])
+        offset = 0
+        for parameter, present in zip(plain.parameters(), mask or [True] * 4, strict=True):
+            part = values[offset : offset + parameter.numel()].view_as(parameter)
+            parameter.grad = part.clone() if present else None
+            offset += parameter.numel()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.equal(torch.cat([shard.params for shard in shards]), expected)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_parameter_groups_are_segments(num_shards: int) -> None:
+    spec = SGD(lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}, "2.*": {"weight_decay": 0.5}})
+    flat = FlatModel(odd_model())
+    shards = make_shards(flat, spec, num_shards)
+    plain = odd_model()
+    by_name = dict(plain.named_parameters())
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [by_name["0.weight"]]},
+            {"params": [by_name["0.bias"], by_name["2.bias"]], "lr": 0.01},
+            {"params": [by_name["2.weight"]], "weight_decay": 0.5},
+        ],
+        lr=0.1,
+        momentum=0.9,
+    )
+    updaters = [shard.make_updater() for shard in shards]
+    for values in gradients(flat, 3):
+        for (lo, hi), updater in zip(partition(len(values), num_shards), updaters, strict=True):
+            updater.apply([Gradient(values[lo:hi])])
+        step_plainly(plain, optimizer, values)
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.equal(torch.cat([shard.params for shard in shards]), expected)
+
+
+def toy_shard(**options: Any) -> tuple[Shard, Updater]:
+    flat = FlatModel(nn.Linear(3, 1))
+    flat.params.zero_()
+    (shard,) = make_shards(flat, options.pop("optimizer", SGD(lr=1.0)), 1, **options)
+    return shard, shard.make_updater()
+
+
+def test_a_round_is_averaged_or_summed_into_one_update() -> None:
+    for reduce, expected in (("mean", -2.0), ("sum", -6.0)):
+        shard, updater = toy_shard(reduce=reduce)
+        version = updater.apply([Gradient(torch.full((4,), float(g))) for g in (1, 2, 3)])
+        assert version == shard.version == 1
+        assert shard.params.tolist() == [expected] * 4
+
+
+def test_in_a_round_a_missing_gradient_counts_as_zero_unless_all_miss_it() -> None:
+    shard, updater = toy_shard()
+    updater.apply(
+        [
+            Gradient(torch.tensor([2.0, 2, 2, 2]), [True, True]),
+            Gradient(torch.tensor([2.0, 2, 2, 0]), [True, False]),
+        ]
+    )
+    assert shard.params.tolist() == [-2, -2, -2, -1]
+    updater.apply([Gradient(torch.zeros(4), [False, False])])
+    assert shard.params.tolist() == [-2, -2, -2, -1]
+
+
+def test_the_schedule_is_a_function_of_the_version() -> None:
+    shard, updater = toy_shard(schedule=step_decay(every=2, factor=0.5))
+    seen = []
+    for _ in range(5):
+        before = shard.params[0].item()
+        updater.apply([Gradient(torch.ones(4))])
+        seen.append(before - shard.params[0].item())
+    assert seen == [1, 1, 0.5, 0.5, 0.25]
+
+
+def test_cosine_warms_up_and_ends_at_its_final_value() -> None:
+    schedule = cosine(warmup=4, final=0.1)
+    assert [schedule(v, 100) for v in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert schedule(4, 100) == 1.0
+    assert schedule(52, 100) == pytest.approx(0.55)
+    assert schedule(100, 100) == schedule(200, 100) == pytest.approx(0.1)
+    assert constant()(17, None) == 1.0
+    with pytest.raises(ConfigError, match="--steps"):
+        schedule(0, None)
+
+
+def test_the_moving_average_follows_tensorflows_formula() -> None:
+    shard, updater = toy_shard(ema_decay=0.3)
+    shadow, value = 0.0, 0.0
+    for t in range(1, 8):
+        updater.apply([Gradient(torch.ones(4))])
+        value -= 1.0
+        decay = min(0.3, (1 + t) / (10 + t))
+        shadow -= (1 - decay) * (shadow - value)
+        assert shard.ema is not None
+        assert shard.ema.tolist() == pytest.approx([shadow] * 4, rel=1e-6)
+    assert (1 + 1) / (10 + 1) < 0.3 < (1 + 7) / (10 + 7), "both branches were taken"
+
+
+def test_buffers_take_the_mean_of_a_round_the_latest_alone_and_the_largest_integer() -> None:
+    shard, updater = toy_shard(floats=torch.zeros(2), ints=torch.zeros(1, dtype=torch.int64))
+
+    def gradient(value: float, count: int) -> Gradient:
+        return Gradient(torch.zeros(4), None, torch.full((2,), float(value)), torch.tensor([count]))
+
+    updater.apply([gradient(1, 5), gradient(3, 4)])
+    assert (shard.floats.tolist(), shard.ints.tolist()) == ([2, 2], [5])
+    updater.apply([gradient(7, 2)])
+    assert (shard.floats.tolist(), shard.ints.tolist()) == ([7, 7], [5])
+
+
+def test_each_push_can_be_claimed_once() -> None:
+    shard, _ = toy_shard()
+    assert shard.claim(worker=0, incarnation=0, sequence=1)
+    assert not shard.claim(0, 0, 1)
+    assert shard.claim(1, 0, 1), "another worker's"
+    assert shard.claim(0, 0, 2)
+    assert not shard.claim(0, 0, 1), "an old one, sent again"
+    assert shard.claim(0, 1, 1), "a new incarnation counts from the beginning"
+    assert not shard.claim(0, 0, 3), "the old incarnation is over"
+
+
+def test_partition_is_disjoint_complete_and_balanced() -> None:
+    for size in (1, 7, 100, 1_068_298):
+        for count in (1, 2, 3, 7):
+            slices = partition(size, count)
+            assert slices[0][0] == 0 and slices[-1][1] == size
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(slices))
+            lengths = [hi - lo for lo, hi in slices]
+            assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38, -1e38])
+def test_one_bad_element_makes_a_gradient_unusable(bad: float) -> None:
+    values = torch.randn(10_001)
+    assert usable(values)
+    for place in (0, 4321, 10_000):
+        spoilt = values.clone()
+        spoilt[place] = bad
+        assert not usable(spoilt)
+    assert usable(torch.empty(0))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_a_shard_is_flat_and_complete(name: str) -> None:
+    """Splitting an updater must not change what a checkpoint holds, but for step counts."""
+    flat = FlatModel(odd_model())
+    (shard,) = make_shards(flat, OPTIMIZERS[name], 1)
+    updater = shard.make_updater()
+    for values in gradients(flat, 3):
+        updater.apply([Gradient(values)])
+    whole = shard.state()
+    updater.apply([Gradient(values, [False] * 4)])
+    split = shard.state()
+    assert set(whole) == set(split)
+    for key, value in whole.items():
+        assert torch.equal(value, split[key]), key
+    if "optimizer.step" in whole:
+        assert whole["optimizer.step"].tolist() == [3, 3, 3, 3]
+
+
+def test_every_named_optimizer_can_be_built() -> None:
+    for make in BY_NAME.values():
+        make().check(fused=False)
+    with pytest.raises(ConfigError, match="SGD"):
+        SGD(lr=0.1, nesterov=True).check(fused=False)

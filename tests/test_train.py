@@ -1,0 +1,451 @@
+"""Training in one process, from the configuration to the run's folder."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    batches_of,
+    cross_entropy,
+    make_plain_optimizer,
+    plain_loop,
+    toy_data,
+    toy_job,
+    toy_model,
+    toy_recipe,
+)
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import offbeat
+from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
+from offbeat.config import DISCIPLINES
+from offbeat.errors import ConfigError, NonFiniteLossError, RoleError, RunDirError
+from offbeat.events import read_events
+
+OPTIMIZERS = {
+    "sgd": SGD(lr=0.1),
+    "momentum": SGD(lr=0.1, momentum=0.9),
+    "nesterov": SGD(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": Adam(lr=0.01),
+    "adamw": AdamW(lr=0.01, weight_decay=0.1),
+    "adagrad": Adagrad(lr=0.05),
+    "rmsprop": RMSprop(lr=0.01),
+}
+
+
+def train(recipe: offbeat.Recipe, run_dir: Path, **options: Any) -> offbeat.Result:
+    return offbeat.train(recipe, run_dir=run_dir, quiet=True, threads=1, **options)
+
+
+def assert_same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == other.keys()
+    for name, value in state.items():
+        assert torch.equal(value, other[name]), name
+
+
+# -- equal to plain PyTorch --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("discipline", ["apply-reply", "sync", "bounded:0"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_gives_the_bits_of_a_plain_loop(
+    run_dir: Path, name: str, discipline: str, servers: int
+) -> None:
+    recipe = toy_recipe(optimizer=OPTIMIZERS[name])
+    result = train(recipe, run_dir, discipline=discipline, workers=1, servers=servers, steps=40)
+    job = toy_job(recipe, workers=1, steps=40)
+    torch.set_num_threads(1)
+    module = job.make_model().module
+    plain_loop(job, make_plain_optimizer(OPTIMIZERS[name], module), module)
+    assert_same(result.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_convnet_with_batchnorm_and_unused_parts_gives_the_bits_too(
+    run_dir: Path, servers: int
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 4, 2)
+            self.norm = nn.BatchNorm2d(4)
+            self.unused = nn.Linear(3, 3)
+            self.head = nn.Linear(8, 3)
+            self.head.bias.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.conv(x.view(-1, 1, 2, 3))).flatten(1))
+
+    recipe = toy_recipe(Net, SGD(lr=0.05, momentum=0.9, weight_decay=0.01))
+    result = train(recipe, run_dir, discipline="apply-reply", workers=1, servers=servers)
+    job = toy_job(recipe, workers=1)
+    torch.set_num_threads(1)
+    module = job.make_model().module.train()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    plain_loop(job, torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01), module)
+    assert_same(result.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_sync_equals_one_step_on_the_joint_batch(
+    run_dir: Path, workers: int, servers: int, reduce: str
+) -> None:
+    recipe = toy_recipe(optimizer=SGD(lr=0.05, momentum=0.9))
+    result = train(
+        recipe, run_dir, discipline="sync", workers=workers, servers=servers, reduce=reduce, steps=8
+    )
+    job = toy_job(recipe, workers=workers, steps=8)
+    module = job.make_model().module
+    optimizer = make_plain_optimizer(SGD(lr=0.05, momentum=0.9), module)
+    for parts in zip(*(batches_of(job, rank) for rank in range(workers)), strict=True):
+        joint = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        scale = workers if reduce == "sum" else 1
+        (cross_entropy(module, joint) * scale).backward()
+        optimizer.step()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(result.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_sync_run_twice(tmp_path: Path) -> None:
+    states = []
+    for attempt in ("a", "b", "c"):
+        seed = 5 if attempt != "c" else 6
+        result = train(
+            toy_recipe(), tmp_path / attempt, discipline="sync", workers=3, servers=2, seed=seed
+        )
+        states.append(result.state_dict())
+    assert_same(states[0], states[1])
+    assert not torch.equal(states[0]["0.weight"], states[2]["0.weight"])
+
+
+def test_sync_gives_the_same_bits_with_any_number_of_servers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"discipline": "sync", "workers": 2}
+    one = train(toy_recipe(), tmp_path / "one", servers=1, **options)
+    four = train(toy_recipe(), tmp_path / "four", servers=4, **options)
+    assert_same(one.state_dict(), four.state_dict())
+
+
+def test_fused_comes_close(tmp_path: Path) -> None:
+    recipe = toy_recipe(optimizer=Adam(lr=0.01))
+    plain = train(recipe, tmp_path / "plain", workers=1).state_dict()
+    fused = train(recipe, tmp_path / "fused", workers=1, fused=True).state_dict()
+    for name, value in plain.items():
+        torch.testing.assert_close(fused[name], value, rtol=1e-3, atol=1e-4)
+
+
+# -- every discipline --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("discipline", [*DISCIPLINES, "bounded:0", "bounded:inf"])
+def test_every_discipline_learns_and_loses_no_update(
+    run_dir: Path, discipline: str, workers: int, servers: int
+) -> None:
+    result = train(
+        toy_recipe(optimizer=SGD(lr=0.02)),
+        run_dir,
+        discipline=discipline,
+        workers=workers,
+        servers=servers,
+        epochs=12,
+    )
+    summary = result.summary
+    assert result.test_accuracy is not None and result.test_accuracy > 0.9
+    assert summary["gradients"] == 12 * 24
+    assert summary["updates"] == 12 * 24 // (workers if discipline == "sync" else 1)
+    assert summary["dropped"] == summary["rejected"] == 0
+    pushes = [e for e in read_events(run_dir / "events") if e["kind"] == "push"]
+    assert len({(p["shard"], p["worker"], p["sequence"]) for p in pushes}) == len(pushes)
+    assert len(pushes) == 12 * 24 * servers
+    assert {p["outcome"] for p in pushes} == {"applied"}
+    for shard in range(servers):
+        versions = sorted({p["version"] for p in pushes if p["shard"] == shard})
+        assert versions == list(range(1, summary["updates"] + 1))
+    check_staleness(discipline, workers, result.staleness)
+
+
+def check_staleness(discipline: str, workers: int, staleness: offbeat.api.Staleness) -> None:
+    if discipline == "sync" or (
+        workers == 1 and not discipline.endswith(("reply", "free", "apply"))
+    ):
+        assert staleness.max == 0
+    if discipline.startswith("bounded") and not discipline.endswith("inf"):
+        bound = 0 if discipline.endswith("0") else 1
+        assert staleness.max <= (workers - 1) * (2 * bound + 1)
+    if discipline in ("apply-reply", "bounded:inf"):
+        assert staleness.mean <= workers - 1
+    if discipline == "reply-apply":
+        assert staleness.mean <= workers
+    if discipline == "lock-free":  # counts from what was whole when the reply was copied
+        assert staleness.mean <= workers + 1
+
+
+# -- data and metrics of other kinds -----------------------------------------------------------
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self) -> None:
+        self.x, self.y = toy_data()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.x[index], int(self.y[index])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        x, y = toy_data()
+        return ((row, int(label)) for row, label in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("data", [Pairs(), Stream()])
+@pytest.mark.parametrize("length", [{"epochs": 3}, {"steps": 40}])
+def test_datasets_of_both_styles_train(run_dir: Path, data: Any, length: dict[str, int]) -> None:
+    recipe = toy_recipe(data=lambda config: (data, data))
+    result = train(recipe, run_dir, discipline="sync", workers=2, **length)
+    expected = 3 * 24 if "epochs" in length else 80
+    assert result.summary["gradients"] == expected
+    assert [w["examples"] for w in result.summary["workers"]] == [expected * 5] * 2
+    assert result.test_accuracy is not None and result.test_accuracy > 0.8
+
+
+def test_another_metric_is_reported_as_such(run_dir: Path) -> None:
+    def mean_error(model: nn.Module, batch: Any) -> tuple[float, int]:
+        probabilities = model(batch[0]).softmax(-1)
+        missed = 1 - probabilities[torch.arange(len(batch[1])), batch[1]]
+        return missed.sum().item(), len(batch[1])
+
+    result = train(toy_recipe(metric=mean_error), run_dir, workers=1)
+    assert result.test_accuracy is None
+    assert result.summary["metric"] == "mean_error"
+    assert result.test_metric is not None and 0 < result.test_metric < 0.5
+
+
+def test_without_test_data_there_is_no_score(run_dir: Path) -> None:
+    result = train(toy_recipe(data=lambda config: (toy_data(), None)), run_dir)
+    assert result.test_accuracy is None and result.test_metric is None
+
+
+def test_a_schedule_that_needs_a_length_says_so(run_dir: Path) -> None:
+    recipe = toy_recipe(data=lambda config: (Stream(), None), schedule=offbeat.cosine())
+    with pytest.raises(ConfigError, match="--steps"):
+        train(recipe, run_dir)
+    assert not run_dir.exists()
+    train(recipe, run_dir, steps=5)
+
+
+def test_the_evaluator_scores_the_moving_average(run_dir: Path) -> None:
+    recipe = toy_recipe(ema=0.5)
+    result = train(recipe, run_dir, workers=1, steps=30)
+    averaged, plain = result.state_dict(ema=True), result.state_dict()
+    assert not torch.equal(averaged["0.weight"], plain["0.weight"])
+    module = toy_model()
+    module.load_state_dict(averaged)
+    x, y = toy_data()
+    expected = (module(x).argmax(-1) == y).float().mean().item()
+    assert result.test_accuracy == pytest.approx(expected)
+
+
+# -- the run's folder --------------------------------------------------------------------------
+
+
+def test_the_folder_holds_what_it_should(run_dir: Path) -> None:
+    result = train(toy_recipe(), run_dir, discipline="bounded:1", servers=2, seed=3, eval_every=10)
+    assert sorted(p.name for p in run_dir.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "events",
+        "logs",
+        "summary.json",
+    ]
+    described = json.loads((run_dir / "config.json").read_text())
+    assert described["config"]["staleness"] == 1.0
+    assert described["config"]["batch_size"] == 10, "resolved"
+    assert {"torch", "python", "offbeat", "git"} <= set(described["environment"])
+    logs = sorted(p.name for p in (run_dir / "logs").iterdir())
+    roles = ["evaluator", "master", "ps-0", "ps-1", "worker-0", "worker-1"]
+    assert logs == [f"{role}.log" for role in roles]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary == result.summary
+    assert {
+        "recipe", "discipline", "engine", "num_servers", "num_workers", "seed", "gradients",
+        "updates", "total_time_s", "train_time_s", "gradients_per_s", "updates_per_s",
+        "examples_per_s", "test_accuracy", "test_metric", "final_cost", "staleness", "dropped",
+        "rejected", "workers",
+    } <= set(summary)  # fmt: skip
+    assert set(summary["staleness"]) == {"mean", "p50", "p95", "p99", "max"}
+    assert (summary["engine"], summary["num_servers"], summary["seed"]) == ("inproc", 2, 3)
+    assert [w["gradients"] for w in summary["workers"]] == [24, 24]
+    assert [w["examples"] for w in summary["workers"]] == [240, 240]
+    assert 0 < summary["train_time_s"] <= summary["total_time_s"]
+    scores = [e for e in read_events(run_dir / "events") if e["kind"] == "score"]
+    assert scores[-1]["version"] == summary["updates"] == 48
+    assert scores[-1]["count"] == 240
+
+
+def test_the_final_checkpoint_counts_every_push(run_dir: Path) -> None:
+    train(toy_recipe(), run_dir, discipline="reply-apply", workers=3, servers=2, keep=1)
+    (path,) = (run_dir / "checkpoints").iterdir()
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert [s["version"] for s in manifest["shards"]] == [48, 48]
+    assert manifest["shards"][0]["claimed"] == {str(w): [0, 16] for w in range(3)}
+
+
+def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+    train(toy_recipe(), tmp_path / "run", workers=1, steps=1)
+    before = (tmp_path / "run" / "summary.json").read_bytes()
+    with pytest.raises(RunDirError, match="holds another run"):
+        train(toy_recipe(), tmp_path / "run")
+    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    with pytest.raises(RunDirError, match="not empty"):
+        train(toy_recipe(), tmp_path / "full")
+    with pytest.raises(RunDirError, match="is a file"):
+        train(toy_recipe(), tmp_path / "full" / "mine.txt")
+    with pytest.raises(RunDirError, match="choose another --run-dir"):
+        train(toy_recipe(), tmp_path / "full" / "mine.txt" / "run")
+
+
+def test_two_runs_in_one_second_get_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("offbeat.rundir.time.strftime", lambda form: "20260101-000000")
+    for _ in range(2):
+        offbeat.train(toy_recipe(), quiet=True, workers=1, steps=1)
+    names = sorted(p.name for p in (tmp_path / "runs").iterdir())
+    assert names == ["20260101-000000-custom-apply-reply", "20260101-000000-custom-apply-reply-2"]
+
+
+# -- when something goes wrong -----------------------------------------------------------------
+
+
+def spoil(at_step: int, value: float, *, only_gradient: bool = False) -> Any:
+    """A loss that becomes `value`, or whose gradient does, at a worker's step so and so."""
+    calls = {"n": 0}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        result = cross_entropy(model, batch)
+        if not torch.is_grad_enabled():
+            return result
+        calls["n"] += 1
+        if calls["n"] != at_step:
+            return result
+        if only_gradient:
+            result.register_hook(lambda gradient: gradient * value)
+            return result
+        return result * value
+
+    return loss
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("discipline", ["sync", "apply-reply", "lock-free"])
+def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_state(
+    run_dir: Path, discipline: str, value: float
+) -> None:
+    recipe = toy_recipe(loss=spoil(9, value))
+    with pytest.raises(NonFiniteLossError, match=r"in worker \d at step \d") as caught:
+        train(recipe, run_dir, discipline=discipline, workers=2)
+    assert caught.value.exit_code == 1
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert 4 <= summary["gradients"] <= 10
+    state = offbeat.Result(run_dir, summary).state_dict()
+    assert all(bool(v.isfinite().all()) for v in state.values())
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_non_finite_gradient_is_refused_whole_and_counted(
+    run_dir: Path, discipline: str, servers: int
+) -> None:
+    """Only one element of it is bad, and lies in one slice; no other slice may take its part."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        result = cross_entropy(model, batch)
+        if torch.is_grad_enabled() and bool((batch[0] == marked).all(-1).any()):
+            bias = model[2].bias
+            spoilt = torch.zeros(3)
+            spoilt[1] = math.nan
+            bias.register_hook(lambda gradient: gradient + spoilt) if not seen else None
+            seen.append(1)
+        return result
+
+    seen: list[int] = []
+    marked = toy_data()[0][17]
+    recipe = toy_recipe(loss=loss)
+    recipe_options: dict[str, Any] = {"discipline": discipline, "workers": 2, "servers": servers}
+    result = train(recipe, run_dir, steps=24, **recipe_options)
+    summary = result.summary
+    assert summary["rejected"] >= 1
+    pushes = [e for e in read_events(run_dir / "events") if e["kind"] == "push"]
+    for worker in range(2):
+        for sequence in range(1, 25):
+            outcomes = {
+                p["outcome"] for p in pushes if (p["worker"], p["sequence"]) == (worker, sequence)
+            }
+            assert len(outcomes) == 1, "all shards or none"
+    assert all(bool(v.isfinite().all()) for v in result.state_dict().values())
+
+
+def test_an_error_in_the_users_code_names_worker_step_and_place(run_dir: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise KeyError("no such column")
+
+    with pytest.raises(RoleError, match=r"worker \d failed at step 1: KeyError.*test_train.py"):
+        train(toy_recipe(loss=loss), run_dir)
+    text = "".join((run_dir / "logs" / f"worker-{w}.log").read_text() for w in range(2))
+    assert "Traceback" in text and "no such column" in text
+
+
+def test_an_error_in_the_evaluator_does_not_stop_training_but_fails_the_run(run_dir: Path) -> None:
+    def metric(model: nn.Module, batch: Any) -> tuple[float, int]:
+        raise ValueError("cannot score")
+
+    with pytest.raises(RoleError, match="the evaluator failed: ValueError: cannot score"):
+        train(toy_recipe(metric=metric), run_dir, workers=2, eval_every=5)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["gradients"] == 48
+
+
+def test_ctrl_c_keeps_what_was_learned(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offbeat.engines.inproc import InprocEngine
+
+    original = InprocEngine._status
+    calls = {"n": 0}
+
+    def interrupt(self: InprocEngine) -> Any:
+        calls["n"] += 1
+        if calls["n"] == 3:
+            raise KeyboardInterrupt
+        return original(self)
+
+    monkeypatch.setattr(InprocEngine, "_status", interrupt)
+    result = train(toy_recipe(), run_dir, discipline="sync", steps=1_000_000)
+    assert result.interrupted
+    assert 0 < result.summary["gradients"] < 2_000_000
+    assert result.state_dict()
+
+
+def test_torchs_generator_and_threads_are_the_callers_own(run_dir: Path) -> None:
+    torch.manual_seed(77)
+    expected = torch.rand(3)
+    torch.manual_seed(77)
+    threads = torch.get_num_threads()
+    train(toy_recipe(), run_dir, workers=2)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
