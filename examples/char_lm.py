@@ -3,8 +3,8 @@
     offbeat train --recipe examples/char_lm.py:recipe --discipline bounded:2
     python examples/char_lm.py
 
-The text is the source of a few modules of Python's own library, so nothing has to be downloaded. The
-metric is not an accuracy but bits per character: 7 would be guessing, and lower is better.
+The text is the source of a few modules of Python's own library, so nothing has to be downloaded.
+The metric is not an accuracy but bits per character: 7 would be guessing, and lower is better.
 """
 
 import importlib

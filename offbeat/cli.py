@@ -105,23 +105,25 @@ def _hint(flag: str, flags: Sequence[str]) -> str:
 
 def _train(config: TrainConfig) -> int:
     from offbeat.api import train_config
+    from offbeat.progress import say
 
     result = train_config(config)
-    _print_result(result.summary)
+    for line in _result_lines(result.summary):
+        say(line)
     if result.interrupted:
         print(f"offbeat: interrupted; what was learned is in {result.run_dir}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def _print_result(summary: Mapping[str, Any]) -> None:
+def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     """The last lines on the console, as the distributed MNIST seed ends."""
-    if summary["test_metric"] is not None:
-        accuracy = summary["test_accuracy"]
-        if accuracy is not None:
-            print(f"Test-Accuracy: {accuracy:.4f}")
-        else:
-            print(f"Test-Metric: {summary['test_metric']:.4f} ({summary['metric']})")
-    print(f"Total Time: {summary['total_time_s']:.2f}s")
+    lines = []
+    if summary["test_accuracy"] is not None:
+        lines.append(f"Test-Accuracy: {summary['test_accuracy']:.4f}")
+    elif summary["test_metric"] is not None:
+        lines.append(f"Test-Metric: {summary['test_metric']:.4f} ({summary['metric']})")
+    lines.append(f"Total Time: {summary['total_time_s']:.2f}s")
     if summary["final_cost"] is not None:
-        print(f"Final Cost: {summary['final_cost']:.4f}")
+        lines.append(f"Final Cost: {summary['final_cost']:.4f}")
+    return lines

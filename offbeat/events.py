@@ -7,9 +7,10 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     push   by a server: shard, outcome (applied, dropped, rejected, duplicate), version, worker,
            incarnation, sequence, batch, base_version, staleness, mixed, received_s, applied_s,
            replied_s
-    step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, exchange_s
-    score  by the evaluator: version, metric, loss, count, at_s
-    run    by the master: phase (start, trained, end) and its at_s; checkpoint: version
+    step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
+           exchange_s
+    score  by the evaluator: version, metric, count, at_s
+    run    by the master: phase (start, checkpoint, end), at_s; version or status
 
 Times are seconds since the run's start, on a clock that never goes back.
 """

@@ -1,5 +1,6 @@
 """What a person sees while a run is under way: a live bar in a terminal, plain lines elsewhere."""
 
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,6 +22,16 @@ class Status:
     staleness: float | None
     metric_name: str
     metric: float | None
+
+
+def say(line: str) -> None:
+    """Print a line. When whoever read the output has gone (`| head`), go on without a reader."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 class Display(ABC):
@@ -70,9 +81,10 @@ class _Rates:
         )
 
 
-def figures(status: Status, rates: tuple[float, float]) -> list[str]:
-    """The numbers worth showing, each with its name."""
-    shown = [f"{_short(rates[0])} gradients/s", f"{_short(rates[1])} examples/s"]
+def figures(status: Status, rates: tuple[float, float], *, brief: bool = False) -> list[str]:
+    """The numbers worth showing, each with its name; `brief` fits them into 80 columns."""
+    gradients, examples = ("grad/s", "ex/s") if brief else ("gradients/s", "examples/s")
+    shown = [f"{_short(rates[0])} {gradients}", f"{_short(rates[1])} {examples}"]
     if status.loss is not None:
         shown.append(f"loss {status.loss:.3f}")
     if status.staleness is not None:
@@ -90,7 +102,7 @@ class _Lines(Display):
         self._rates = _Rates()
         self._next_s = LINE_EVERY_S
         self._metric: float | None = None
-        print(title, flush=True)
+        say(title)
 
     def update(self, status: Status) -> None:
         rates = self._rates.add(status)
@@ -100,7 +112,7 @@ class _Lines(Display):
         self._metric = status.metric
         done = f"{status.num_gradients}" + (f"/{self._total}" if self._total else "")
         line = ", ".join([f"gradient {done}", *figures(status, rates)])
-        print(f"{status.at_s:7.1f} s: {line}", flush=True)
+        say(f"{status.at_s:7.1f} s: {line}")
 
     def close(self) -> None:
         pass
@@ -145,7 +157,7 @@ class _Bar(Display):
             return
         self._next_s = status.at_s + 0.2
         self._progress.update(self._task, completed=status.num_gradients)
-        self._text.plain = " · ".join(figures(status, rates))
+        self._text.plain = " · ".join(figures(status, rates, brief=True))
         self._live.refresh()
 
     def close(self) -> None:

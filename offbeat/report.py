@@ -110,7 +110,6 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "metric": described["metric"],
         "test_accuracy": last["metric"] if last and is_accuracy else None,
         "test_metric": last["metric"] if last else None,
-        "test_loss": last["loss"] if last else None,
         "final_cost": sum(costs) / len(costs) if costs else None,
         "staleness": staleness_summary(figures.staleness),
         "mixed_replies": figures.mixed,

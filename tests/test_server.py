@@ -341,3 +341,25 @@ def test_lock_free_sessions_racing_on_the_same_elements_skip_no_gradient(tmp_pat
         assert len(buffers) == 1
     mixed = sum(p["mixed"] for p in r.pushes())
     assert 0 <= mixed < 800
+
+
+def test_a_stalled_server_does_not_stop_another_from_applying(tmp_path: Path) -> None:
+    """Two servers with a slice each; the second one hangs in an update."""
+    gate, began = threading.Event(), threading.Event()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with (
+        rig(tmp_path / "a", "apply-reply", 2) as a,
+        rig(tmp_path / "b", "apply-reply", 2, schedule=held_up(gate, began, 0)) as b,
+    ):
+        on_a, on_b = a.join_all(2), b.join_all(2)
+        try:
+            on_a[0].push(1.0)
+            on_b[0].push(1.0)
+            assert began.wait(10)
+            assert on_a[0].reply().reply_version == 1
+            assert on_a[1].exchange(1.0).reply_version == 2, "the other worker's slice goes on"
+            assert not on_b[0].has_reply(), "so worker 0 cannot go on yet"
+        finally:
+            gate.set()
+        assert on_b[0].reply().reply_version == 1

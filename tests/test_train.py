@@ -449,3 +449,13 @@ def test_torchs_generator_and_threads_are_the_callers_own(run_dir: Path) -> None
     train(toy_recipe(), run_dir, workers=2)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
+
+
+def test_each_server_sees_only_its_slice() -> None:
+    job = toy_job(servers=3, workers=1)
+    model = job.make_model()
+    shards = [job.make_shard(k, model) for k in range(3)]
+    assert torch.equal(torch.cat([shard.params for shard in shards]), model.params)
+    sizes = [job.layout(k).num_elements for k in range(3)]
+    assert sizes == [len(shard.params) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1

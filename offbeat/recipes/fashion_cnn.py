@@ -11,20 +11,21 @@ from offbeat.data.datasets import Pair, load_dataset
 from offbeat.optim import SGD, cosine
 from offbeat.recipes.base import Recipe
 
+MEAN, DEVIATION = 0.286, 0.353  # of the training pixels, scaled to 0..1
+BLACK = -MEAN / DEVIATION
+
 
 def make_model() -> nn.Module:
-    """Two convolutions and two linear layers: 106,000 parameters."""
+    """Two strided convolutions and two linear layers: 215,370 parameters."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),  # [b, 16, 14, 14]
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),  # [b, 32, 7, 7]
+        nn.Conv2d(1, 16, 5, stride=2, padding=2),
+        nn.ReLU(),  # [b, 16, 14, 14]
+        nn.Conv2d(16, 32, 5, stride=2, padding=2),
+        nn.ReLU(),  # [b, 32, 7, 7]
         nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 64),
+        nn.Linear(32 * 7 * 7, 128),
         nn.ReLU(),
-        nn.Linear(64, 10),
+        nn.Linear(128, 10),
     )
 
 
@@ -35,25 +36,30 @@ def load_data(config: TrainConfig) -> tuple[Pair, Pair]:
     return (_scaled(train_images), train_labels), (_scaled(test_images), test_labels)
 
 
-def flip_half(batch: Any, generator: torch.Generator) -> Any:
-    """Mirror each image left to right with probability a half."""
+def flip_and_shift(batch: Any, generator: torch.Generator) -> Any:
+    """Mirror half of the images, and move each by up to two pixels both ways."""
     images, labels = batch
-    flipped = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
-    return torch.where(flipped, images.flip(3), images), labels
+    count = len(images)
+    flipped = torch.rand(count, 1, 1, 1, generator=generator) < 0.5
+    images = torch.where(flipped, images.flip(3), images)
+    windows = F.pad(images, (2, 2, 2, 2), value=BLACK).unfold(2, 28, 1).unfold(3, 28, 1)
+    down, right = torch.randint(0, 5, (2, count), generator=generator)
+    return windows[torch.arange(count), :, down, right], labels  # [b, 1, 28, 28]
 
 
 def _scaled(images: Tensor) -> Tensor:
     """To about mean 0 and standard deviation 1 over the training set."""
-    return images.float().div_(255).sub_(0.286).div_(0.353)
+    return images.float().div_(255).sub_(MEAN).div_(DEVIATION)
 
 
 recipe = Recipe(
     model=make_model,
     data=load_data,
     loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-    optimizer=SGD(lr=0.05, momentum=0.9),
-    schedule=cosine(warmup=50),
-    augment=flip_half,
+    # No momentum: it multiplies a stale gradient, and every discipline is to do well here.
+    optimizer=SGD(lr=0.1),
+    schedule=cosine(warmup=200),
+    augment=flip_and_shift,
     batch_size=50,
-    epochs=10,
+    epochs=30,
 )

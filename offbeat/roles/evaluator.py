@@ -5,7 +5,6 @@ scoring it skips to the newest; the last one it always scores.
 """
 
 import logging
-import math
 import queue
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 
 from offbeat.checkpoint import load_checkpoint
-from offbeat.data.batches import Source, batch_length
-from offbeat.errors import CheckpointError
+from offbeat.data.batches import Source
+from offbeat.errors import CheckpointError, DataError
 from offbeat.events import EventLog
 from offbeat.job import Job
 from offbeat.recipes.base import Recipe
@@ -72,7 +71,7 @@ class Evaluator:
             self._log.warning("%s", error)
             return
         self._module.load_state_dict(checkpoint.state_dict(ema=True))
-        metric, loss, count = evaluate(self._module, self.job.recipe, self.job.test)
+        metric, count = evaluate(self._module, self.job.recipe, self.job.test)
         self.latest = metric
         self._log.info(
             "version %d: %s %.4f", checkpoint.version, metric_name(self.job.recipe), metric
@@ -81,28 +80,25 @@ class Evaluator:
             "score",
             version=checkpoint.version,
             metric=metric,
-            loss=loss,
             count=count,
             at_s=self._clock(),
         )
 
 
-def evaluate(module: nn.Module, recipe: Recipe, test: Source) -> tuple[float, float, float]:
-    """Metric and loss over all of `test`, each example once, and the metric's count."""
+def evaluate(module: nn.Module, recipe: Recipe, test: Source) -> tuple[float, float]:
+    """The recipe's metric over all of `test`, each example once; and what it was divided by."""
     module.eval()
-    metric_sum = loss_sum = count = 0.0
-    num_examples = 0
+    total = count = 0.0
     with torch.no_grad():
         for batch in test.in_order(BATCH_SIZE):
             batch_sum, batch_count = recipe.metric(module, batch)
-            metric_sum += float(batch_sum)
+            total += float(batch_sum)
             count += float(batch_count)
-            loss_sum += recipe.loss(module, batch).item() * batch_length(batch)
-            num_examples += batch_length(batch)
     if not count:
-        return math.nan, math.nan, 0.0
-    return metric_sum / count, loss_sum / num_examples, count
+        raise DataError("the test data is empty, or the recipe's metric counted nothing")
+    return total / count, count
 
 
 def metric_name(recipe: Recipe) -> str:
-    return getattr(recipe.metric, "__name__", "metric")
+    name = getattr(recipe.metric, "__name__", "metric")
+    return "metric" if name == "<lambda>" else name

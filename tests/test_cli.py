@@ -1,0 +1,158 @@
+"""The command as a person or a script meets it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.progress import Status, make_display
+
+RECIPE_FILE = """
+import sys; sys.path.insert(0, {tests!r})
+from helpers import toy_recipe
+recipe = toy_recipe()
+import torch
+def bad_loss(model, batch):
+    return model(batch[0]).sum() * float("nan")
+diverging = toy_recipe(loss=bad_loss)
+no_model = toy_recipe(model=lambda: torch.nn.ReLU())
+no_data = toy_recipe(data=lambda config: 1 / 0)
+"""
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "recipes.py"
+    file.write_text(RECIPE_FILE.format(tests=str(Path(__file__).parent)))
+    return str(file)
+
+
+def test_train_prints_progress_and_ends_with_the_three_lines(
+    recipes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["train", "--recipe", f"{recipes}:recipe", "--discipline", "bounded:2", "--seed=4"])
+    assert code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "bounded 2" in lines[0] and "1 server, 2 workers" in lines[0]
+    assert any(re.search(r"gradient 48/48, .*gradients/s.*loss .*staleness", li) for li in lines)
+    assert re.fullmatch(r"Test-Accuracy: [01]\.\d{4}", lines[-3])
+    assert re.fullmatch(r"Total Time: \d+\.\d\ds", lines[-2])
+    assert re.fullmatch(r"Final Cost: \d+\.\d{4}", lines[-1])
+    (run,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-recipes-recipe-bounded-2", run.name)
+    assert json.loads((run / "config.json").read_text())["config"]["seed"] == 4
+
+
+def test_quiet_prints_the_result_only(recipes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--recipe", f"{recipes}:recipe", "--quiet"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_flags_beat_the_file_also_where_they_exclude_each_other(
+    recipes: str, tmp_path: Path
+) -> None:
+    Path("c.toml").write_text(f'recipe = "{recipes}:recipe"\nepochs = 5\nworkers = 1\n')
+    assert main(["train", "--config", "c.toml", "--steps=3", "--run-dir", "r", "--quiet"]) == 0
+    summary = json.loads(Path("r/summary.json").read_text())
+    assert (summary["gradients"], summary["num_workers"]) == (3, 1)
+    assert main(["train", "--config", "r/config.json", "--run-dir", "r2", "--quiet"]) == 0
+    assert json.loads(Path("r2/summary.json").read_text())["gradients"] == 3
+
+
+def test_a_diverging_run_exits_with_1_and_names_step_and_worker(
+    recipes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--recipe", f"{recipes}:diverging", "--run-dir", "r"]) == 1
+    message = capsys.readouterr().err
+    assert re.search(r"the loss became nan in worker \d at step 1; a lower --lr", message)
+    assert len(message.splitlines()) == 1
+    assert json.loads(Path("r/summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_model", "no trainable parameter"),
+        ("no_data", "the recipe's data function failed: ZeroDivisionError"),
+        ("recipee", "did you mean 'recipe'"),
+    ],
+)
+def test_a_bad_recipe_is_one_line_and_leaves_nothing(
+    recipes: str, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--recipe", f"{recipes}:{name}"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+    assert not Path("runs").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    recipes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--recipe", f"{recipes}:recipe", "--run-dir", "/proc/nobody/run"]) == 2
+    error = capsys.readouterr().err
+    assert "choose another --run-dir" in error and len(error.splitlines()) == 1
+
+
+def test_ctrl_c_from_outside_ends_cleanly_with_a_checkpoint(recipes: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "offbeat", "train", "--recipe", f"{recipes}:recipe"]
+    process = subprocess.Popen(
+        [*command, "--steps", "10000000", "--run-dir", "r"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "gradients/s" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "interrupted; what was learned is in r" in error
+    assert "Final Cost" in out and "Traceback" not in error
+    summary = json.loads(Path("r/summary.json").read_text())
+    assert summary["status"] == "interrupted" and summary["gradients"] > 0
+    assert list(Path("r/checkpoints").iterdir())
+
+
+def test_output_in_a_closed_pipe_is_no_traceback(recipes: str) -> None:
+    command = f"{sys.executable} -m offbeat train --recipe {recipes}:recipe --run-dir r | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+
+
+def status(num_gradients: int, at_s: float) -> Status:
+    return Status(
+        num_gradients=num_gradients,
+        num_examples=num_gradients * 50,
+        at_s=at_s,
+        loss=0.5,
+        staleness=1.0,
+        metric_name="accuracy",
+        metric=0.88125,
+    )
+
+
+def test_the_bar_fits_into_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    display = make_display("title", 1000, quiet=False)
+    display.update(status(0, 0.0))
+    display.update(status(500, 2.0))
+    display.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert "250 grad/s · 12,500 ex/s · loss 0.500 · staleness 1.0 · test accuracy 0.8812" in shown
+    assert "500/1000" in shown
+    assert max(len(line.rstrip()) for line in re.split(r"[\r\n]", shown)) <= 80

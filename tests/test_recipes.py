@@ -1,0 +1,120 @@
+"""The built-in recipes: their size, their data, and what they reach."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import DEFAULT_CONFIG, toy_job
+from torch.nn import functional as F
+
+import offbeat
+from offbeat.config import make_config
+from offbeat.recipes import fashion_cnn, mnist_sigmoid
+from offbeat.recipes.base import BUILT_IN, Recipe, load_recipe
+
+
+def num_parameters(recipe: Recipe) -> int:
+    return sum(p.numel() for p in recipe.model().parameters())
+
+
+def test_every_built_in_name_leads_to_a_recipe() -> None:
+    for name in BUILT_IN:
+        assert isinstance(load_recipe(name), Recipe)
+
+
+def test_fashion_cnn_has_the_size_and_data_it_claims() -> None:
+    assert num_parameters(fashion_cnn.recipe) == 215_370
+    (x, y), (test_x, test_y) = fashion_cnn.recipe.data(DEFAULT_CONFIG)
+    assert x.shape == (10_000, 1, 28, 28) and test_x.shape == (2_000, 1, 28, 28)
+    assert len(y) == 10_000 and len(test_y) == 2_000
+    assert abs(x.mean().item()) < 0.02 and abs(x.std().item() - 1) < 0.02
+
+
+def test_augmentation_flips_and_shifts_and_nothing_else() -> None:
+    images = torch.rand(40, 1, 28, 28)
+    generator = torch.Generator().manual_seed(0)
+    moved, labels = fashion_cnn.flip_and_shift((images, torch.arange(40)), generator)
+    assert torch.equal(labels, torch.arange(40))
+    seen = set()
+    for before, after in zip(images[:, 0], moved[:, 0], strict=True):
+        for flipped in (False, True):
+            source = before.flip(1) if flipped else before
+            padded = F.pad(source, (2, 2, 2, 2), value=fashion_cnn.BLACK)
+            for down in range(5):
+                for right in range(5):
+                    if torch.equal(padded[down : down + 28, right : right + 28], after):
+                        seen.add((flipped, down, right))
+                        break
+    assert {f for f, _, _ in seen} == {False, True}
+    assert {d for _, d, _ in seen} == {r for _, _, r in seen} == set(range(5))
+
+
+def test_augmentation_depends_on_seed_rank_and_step_alone() -> None:
+    job = toy_job(fashion_cnn.recipe, steps=2, workers=2)
+    again = toy_job(fashion_cnn.recipe, steps=2, workers=2)
+    for (_, first), (_, second) in zip(job.batches(1), again.batches(1), strict=True):
+        assert torch.equal(first[0], second[0])
+        torch.rand(5)  # torch's own generator has no part in it
+
+
+def test_mnist_sigmoid_is_the_seeds_network(tmp_path: Path) -> None:
+    recipe = mnist_sigmoid.recipe
+    assert num_parameters(recipe) == 79_510
+    model = recipe.model()
+    weights = torch.cat([p.flatten() for n, p in model.named_parameters() if n.endswith("weight")])
+    assert abs(weights.mean().item()) < 0.02 and abs(weights.std().item() - 1) < 0.02
+    assert all(bool((p == 0).all()) for n, p in model.named_parameters() if n.endswith("bias"))
+    assert (recipe.optimizer.options["lr"], recipe.batch_size, recipe.epochs) == (5e-4, 100, 20)
+    write_fake_mnist(tmp_path / "mnist", num_train=5_200)
+    (x, y), (test_x, _) = recipe.data(make_config({"data_dir": tmp_path}))
+    assert x.shape == (200, 784) and len(y) == 200, "5,000 are held out"
+    assert test_x.shape == (20, 784)
+    assert x.min() >= 0 and x.max() <= 1
+
+
+def test_mnist_sigmoid_runs_from_its_name(tmp_path: Path) -> None:
+    write_fake_mnist(tmp_path / "mnist", num_train=5_200)
+    result = offbeat.train(
+        "mnist-sigmoid", data_dir=tmp_path, run_dir=tmp_path / "run", quiet=True, workers=2
+    )
+    assert result.summary["gradients"] == 20 * 2
+    assert result.summary["recipe"] == "mnist-sigmoid"
+
+
+def test_the_default_recipe_learns_in_a_few_steps(run_dir: Path) -> None:
+    result = offbeat.train(run_dir=run_dir, quiet=True, steps=150, eval_every=0)
+    assert result.test_accuracy is not None and result.test_accuracy > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"discipline": "sync"},
+        {"discipline": "reply-apply", "servers": 2},
+        {"discipline": "lock-free", "workers": 4},
+        {"discipline": "bounded:1", "servers": 3},
+        {"discipline": "sync", "workers": 4, "reduce": "sum"},
+    ],
+)
+def test_the_main_job_reaches_88_percent(run_dir: Path, options: dict[str, object]) -> None:
+    """The default must; the other disciplines come close to it on the same recipe."""
+    result = offbeat.train(run_dir=run_dir, quiet=True, **options)
+    assert result.test_accuracy is not None
+    assert result.test_accuracy >= (0.87 if options else 0.88)
+
+
+def write_fake_mnist(folder: Path, num_train: int) -> None:
+    """Noise in MNIST's form."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", num_train), ("t10k", 20)):
+        pixels = torch.randint(0, 256, (count * 784,), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, 10, (count,), dtype=torch.uint8, generator=generator)
+        images = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 28, 28) + pixels.numpy().tobytes()
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images, 1))
+        head = struct.pack(">BBBBI", 0, 0, 8, 1, count)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.numpy().tobytes())
