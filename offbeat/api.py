@@ -59,7 +59,8 @@ class Result:
         return bool(self.summary["status"] == "interrupted")
 
     def state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
-        """The final weights, for `load_state_dict`; with `ema`, their moving average."""
+        """The final weights, for `load_state_dict`; with `ema`, their moving average, which is
+        what was scored where the recipe has one."""
         return newest_checkpoint(RunFolder(self.run_dir).checkpoints).state_dict(ema=ema)
 
 
@@ -81,11 +82,12 @@ def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
     began_s = time.monotonic()
     recipe = recipe or load_recipe(config.recipe)
     job = make_job(config, recipe)
+    replicas = job.make_replicas(config.workers + 1)
     folder = create_run_folder(job.config, metric_name(recipe))
     steps = [job.num_steps(rank) for rank in range(job.config.workers)]
     total = None if None in steps else sum(n for n in steps if n is not None)
     display = make_display(_title(job, folder), total, quiet=config.quiet)
-    engine = InprocEngine(job, folder, display, lambda: time.monotonic() - began_s)
+    engine = InprocEngine(job, replicas, folder, display, lambda: time.monotonic() - began_s)
     try:
         engine.run()
     finally:

@@ -27,11 +27,11 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ShardState:
-    """One shard in a checkpoint: tensors, version, and the last push of each worker that is in."""
+    """One shard in a checkpoint: tensors, version, and each worker's last gradient that is in."""
 
     version: int
     tensors: dict[str, Tensor]
-    claimed: dict[int, tuple[int, int]]
+    applied: dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,14 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Commit a checkpoint into `folder`; returns where it is. One that is there already is kept."""
-    final = folder / f"{checkpoint.version:08d}"
-    if final.exists():
-        return final
+    """Commit a checkpoint into `folder`; returns where it is.
+
+    It is named after its version, or by the next number where that is taken: shard 0 may stand
+    still while others go on.
+    """
+    number = checkpoint.version
+    while (final := folder / f"{number:08d}").exists():
+        number += 1
     temporary = folder / f".{final.name}.{os.getpid()}.tmp"
     try:
         temporary.mkdir(parents=True)
@@ -94,7 +98,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ShardState(
             version=entry["version"],
             tensors=contents[f"shard-{k}.safetensors"],
-            claimed={int(worker): (i, s) for worker, (i, s) in entry["claimed"].items()},
+            applied={int(worker): (i, s) for worker, (i, s) in entry["applied"].items()},
         )
         for k, entry in enumerate(described["shards"])
     )
@@ -133,7 +137,7 @@ def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, A
     return {
         "format": FORMAT,
         "version": checkpoint.version,
-        "shards": [{"version": s.version, "claimed": s.claimed} for s in checkpoint.shards],
+        "shards": [{"version": s.version, "applied": s.applied} for s in checkpoint.shards],
         "files": dict(digests),
         "manifest": checkpoint.manifest.to_json(),
     }

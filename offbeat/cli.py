@@ -10,7 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from offbeat.config import TrainConfig, make_config, options, read_config_file, yes_or_no
+from offbeat.config import (
+    DISCIPLINE_OPTIONS,
+    TrainConfig,
+    make_config,
+    options,
+    read_config_file,
+    yes_or_no,
+)
 from offbeat.errors import ConfigError, OffbeatError, nearest
 from offbeat.version import __version__
 
@@ -48,13 +55,21 @@ def _read_flags(arguments: list[str]) -> TrainConfig:
         raise ConfigError(f"unknown argument {flag!r}; {_hint(flag, flags)}")
     given = {k: v for k, v in vars(known).items() if k not in ("command", "config")}
     from_file = read_config_file(known.config) if known.config else {}
-    return make_config(_without_opposite(from_file, given), given)
+    outranked = _outranked(from_file, given)
+    return make_config({k: v for k, v in from_file.items() if k not in outranked}, given)
 
 
-def _without_opposite(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """--steps on the command line beats epochs in the file, and the other way round."""
-    opposite = {"steps": "epochs", "epochs": "steps"}
-    return {k: v for k, v in from_file.items() if opposite.get(k) not in given}
+def _outranked(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """Options of the file that a flag overrules although it has another name."""
+    outranked = set()
+    if "steps" in given or "epochs" in given:
+        outranked |= {"steps", "epochs"}
+    name, colon, _ = given.get("discipline", "").partition(":")
+    if name and name != str(from_file.get("discipline", "")).partition(":")[0]:
+        outranked |= set(DISCIPLINE_OPTIONS)
+    if colon:
+        outranked.add("staleness")
+    return outranked
 
 
 def _make_parser() -> argparse.ArgumentParser:

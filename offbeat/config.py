@@ -22,6 +22,8 @@ from offbeat.errors import ConfigError, nearest
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded")
 ENGINES = ("inproc",)
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
+DISCIPLINE_OPTIONS = ("reduce", "backup_workers", "round_timeout", "staleness")
+"""Options that mean something under one discipline only."""
 DEFAULT_STALENESS = 1.0
 
 
@@ -239,7 +241,7 @@ def _resolve_discipline(config: TrainConfig) -> TrainConfig:
         if staleness < 0 or not (staleness == math.inf or staleness.is_integer()):
             raise ConfigError(f"staleness must be 0, 1, 2, ... or inf, not {staleness:g}")
     if name != "sync":
-        for option in ("reduce", "backup_workers", "round_timeout"):
+        for option in DISCIPLINE_OPTIONS[:3]:
             if getattr(config, option) != options()[option].default:
                 raise ConfigError(f"{option} belongs to the discipline sync, not to {name}")
     return dataclasses.replace(config, discipline=name, staleness=staleness)

@@ -16,6 +16,7 @@ Times are seconds since the run's start, on a clock that never goes back.
 """
 
 import json
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ class EventLog:
         with self._writing:
             lines = []
             while self._pending:
-                lines.append(json.dumps(_rounded(self._pending.popleft())))
+                event = self._pending.popleft()
+                lines.append(json.dumps({k: _plain(k, v) for k, v in event.items()}))
             if lines:
                 self._file.write("\n".join(lines) + "\n")
                 self._file.flush()
@@ -60,9 +62,12 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
                     yield json.loads(line)
 
 
-def _rounded(event: dict[str, Any]) -> dict[str, Any]:
-    """Times to the microsecond: more digits say nothing and fill the disk."""
-    return {
-        key: round(value, 6) if key.endswith("_s") and value is not None else value
-        for key, value in event.items()
-    }
+def _plain(key: str, value: Any) -> Any:
+    """Times to the microsecond, more digits say nothing; and null for what JSON has no number
+    for."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        if key.endswith("_s"):
+            return round(value, 6)
+    return value

@@ -157,10 +157,7 @@ class FlatModel:
         self.module = module
         self.manifest = manifest or describe(module)
         by_name = dict(module.named_parameters())
-        buffers = dict(module.named_buffers())
         self.parameters = [by_name[spec.name] for spec in self.manifest.tensors]
-        self._float_buffers = [buffers[spec.name] for spec in self.manifest.floats]
-        self._int_buffers = [buffers[spec.name] for spec in self.manifest.ints]
         self.params = torch.empty(self.manifest.num_elements)
         self._views = [spec.view(self.params) for spec in self.manifest.tensors]
         with torch.no_grad():
@@ -222,22 +219,23 @@ class FlatModel:
                 else:
                     targets.append(piece)
                     sources.append(flat[start - spec.offset : end - spec.offset])
-        torch._foreach_copy_(targets, sources)
+        if targets:
+            torch._foreach_copy_(targets, sources)
         return present
 
     def write_buffers(self, floats: Tensor, ints: Tensor) -> None:
         """Copy the module's buffers out."""
-        for spec, buffer in zip(self.manifest.floats, self._float_buffers, strict=True):
-            spec.view(floats).copy_(buffer)
-        for spec, buffer in zip(self.manifest.ints, self._int_buffers, strict=True):
-            spec.view(ints).copy_(buffer)
+        with torch.no_grad():
+            for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
+                for spec in specs:
+                    spec.view(flat).copy_(self.module.get_buffer(spec.name))
 
     def read_buffers(self, floats: Tensor, ints: Tensor) -> None:
         """Copy buffers into the module."""
-        for spec, buffer in zip(self.manifest.floats, self._float_buffers, strict=True):
-            buffer.copy_(spec.view(floats))
-        for spec, buffer in zip(self.manifest.ints, self._int_buffers, strict=True):
-            buffer.copy_(spec.view(ints))
+        with torch.no_grad():
+            for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
+                for spec in specs:
+                    self.module.get_buffer(spec.name).copy_(spec.view(flat))
 
     def frozen(self) -> dict[str, Tensor]:
         """Copies of the parameters that do not train."""

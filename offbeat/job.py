@@ -16,8 +16,8 @@ from torch import nn
 
 from offbeat.config import TrainConfig
 from offbeat.data.batches import Batch, Source, make_source
-from offbeat.errors import ConfigError, DataError, OffbeatError, RecipeError, in_a_line
-from offbeat.flat import FlatModel, Manifest
+from offbeat.errors import ConfigError, DataError, OffbeatError, RecipeError, in_a_line, nearest
+from offbeat.flat import FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer
 from offbeat.randomness import make_generator, make_seed
 from offbeat.recipes.base import Recipe
@@ -46,6 +46,16 @@ class Job:
     def make_model(self) -> FlatModel:
         """A replica with the run's initial weights. Seeds torch's own generator for a moment."""
         return FlatModel(_seeded_model(self.recipe, self.config.seed), self.manifest)
+
+    def make_replicas(self, count: int) -> list[FlatModel]:
+        """So many of them, each with parameters of its own."""
+        replicas = [self.make_model() for _ in range(count)]
+        if len({id(replica.parameters[0]) for replica in replicas}) < count:
+            raise RecipeError(
+                "the recipe's model() returned the same model twice; it must make a new one each "
+                "time, since every worker needs one of its own"
+            )
+        return replicas
 
     def layout(self, shard: int) -> Layout:
         """What travels between a worker and this shard's server; buffers go to shard 0."""
@@ -92,20 +102,19 @@ class Job:
         """Worker `rank`'s training batches with their epochs, until its work is done."""
         config = self.config
         assert config.batch_size is not None
-        num_steps = self.num_steps(rank)
         step = epoch = 0
         while config.steps is not None or epoch < (config.epochs or 0):
             first = step
             for batch in self.train.train(
                 rank, config.workers, config.batch_size, config.seed, epoch
             ):
-                if step == num_steps:
-                    return
                 if self.recipe.augment is not None:
                     generator = make_generator(config.seed, "augment", rank, step)
                     batch = self.recipe.augment(batch, generator)
                 yield epoch, batch
                 step += 1
+                if step == config.steps:
+                    return
             if step == first:
                 raise DataError(f"the training data has nothing for worker {rank}: fewer --workers")
             epoch += 1
@@ -115,14 +124,15 @@ def make_job(config: TrainConfig, recipe: Recipe) -> Job:
     """Resolve and check everything that can be checked before the run begins."""
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
-    manifest = FlatModel(_seeded_model(recipe, config.seed)).manifest
+    config = _resolve_length(config, recipe)
+    manifest = describe(_seeded_model(recipe, config.seed))
+    _check_groups(optimizer, manifest)
     if config.servers > manifest.num_elements:
         raise ConfigError(
             f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
             f"at least one; lower servers"
         )
     train, test = _load_data(config, recipe)
-    config = _resolve_length(config, recipe)
     if train.num_examples is not None and train.num_examples < config.workers:
         raise ConfigError(
             f"{config.workers} workers for {train.num_examples} training examples; lower workers"
@@ -138,7 +148,8 @@ def make_job(config: TrainConfig, recipe: Recipe) -> Job:
         total_updates=None,
     )
     job = dataclasses.replace(job, total_updates=_total_updates(job))
-    job.recipe.schedule(0, job.total_updates)  # a schedule that needs a length says so now
+    # a schedule that needs a length, or takes other arguments, says so now
+    _from_recipe("schedule", lambda: float(recipe.schedule(0, job.total_updates)))
     if config.eval_every is None:
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
     return dataclasses.replace(job, config=config)
@@ -149,6 +160,16 @@ def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
     if config.optimizer is not None:
         optimizer = dataclasses.replace(BY_NAME[config.optimizer](), groups=optimizer.groups)
     return optimizer if config.lr is None else optimizer.with_lr(config.lr)
+
+
+def _check_groups(optimizer: Optimizer, manifest: Manifest) -> None:
+    used = {optimizer.group_of(spec.name) for spec in manifest.tensors}
+    for index, pattern in enumerate(optimizer.groups, start=1):
+        if index not in used:
+            names = [spec.name for spec in manifest.tensors]
+            raise ConfigError(
+                f"the parameter group {pattern!r} matches no parameter; {nearest(pattern, names)}"
+            )
 
 
 def _resolve_length(config: TrainConfig, recipe: Recipe) -> TrainConfig:

@@ -53,8 +53,11 @@ class Optimizer:
         """Have torch look at the options now rather than in the middle of a start."""
         probe = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + len(self.groups))]
         try:
-            self.build(probe, range(len(probe)), fused=fused)
-        except (TypeError, ValueError, RuntimeError) as error:
+            optimizer = self.build(probe, range(len(probe)), fused=fused)
+            for param in probe:
+                param.grad = torch.zeros_like(param)
+            optimizer.step()
+        except (AssertionError, TypeError, ValueError, RuntimeError) as error:
             hint = "; try without --fused" if fused else ""
             raise ConfigError(f"torch refuses the optimizer {self.kind}: {error}{hint}") from error
 

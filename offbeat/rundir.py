@@ -44,6 +44,7 @@ class RunFolder:
 
 
 def close_log(logger: logging.Logger) -> None:
+    logger.disabled = True  # a thread that was given up may still have something to say
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

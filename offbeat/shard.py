@@ -35,7 +35,7 @@ class Gradient:
     """One worker's gradient of a slice, as the shard sees it; the memory stays the caller's."""
 
     values: Tensor
-    present: Sequence[bool] | None = None
+    mask: Sequence[bool] | None = None
     """For each tensor of the manifest, whether it got a gradient; None: all did."""
     floats: Tensor | None = None
     ints: Tensor | None = None
@@ -98,7 +98,9 @@ class Shard:
         self.fused = fused
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
-        self.claimed: dict[int, tuple[int, int]] = {}
+        self.applied: dict[int, tuple[int, int]] = {}
+        """The (incarnation, sequence) of each worker's last gradient that is in."""
+        self._claimed: dict[int, tuple[int, int]] = {}
         self.updaters: list[Updater] = []
         self._tickets = itertools.count(1)  # its __next__ is atomic in CPython, without a lock
 
@@ -121,9 +123,9 @@ class Shard:
 
     def claim(self, worker: int, incarnation: int, sequence: int) -> bool:
         """Whether this push is new; from now on it is not. Called by one thread per worker."""
-        if (incarnation, sequence) <= self.claimed.get(worker, (-1, -1)):
+        if (incarnation, sequence) <= self._claimed.get(worker, (-1, -1)):
             return False
-        self.claimed[worker] = (incarnation, sequence)
+        self._claimed[worker] = (incarnation, sequence)
         return True
 
     def read(self, params: Tensor, floats: Tensor, ints: Tensor) -> tuple[int, bool]:
@@ -185,7 +187,7 @@ class Updater:
         shard = self.shard
         version = shard.next_ticket()
         self.num_begun += 1
-        self._step(self._reduced(gradients), _present_in_any(gradients), version)
+        self._step(self._reduced(gradients), _joint_mask(gradients), version)
         if shard.ema is not None and shard.ema_decay is not None:
             decay = min(shard.ema_decay, (1 + version) / (10 + version))
             shard.ema.lerp_(shard.params, 1 - decay)
@@ -212,11 +214,11 @@ class Updater:
                     flat[alias.lo : alias.hi] = value
         return state
 
-    def _step(self, values: Tensor, present: Sequence[bool] | None, version: int) -> None:
-        if present is not None and not self.split:
+    def _step(self, values: Tensor, mask: Sequence[bool] | None, version: int) -> None:
+        if mask is not None and not self.split:
             self._split()
         for alias in self.aliases:
-            here = present is None or present[alias.segments[0].tensor]
+            here = mask is None or mask[alias.segments[0].tensor]
             alias.param.grad = values[alias.lo : alias.hi] if here else None
         scale = self.shard.schedule(version - 1, self.shard.total_updates)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -307,10 +309,10 @@ def _cut(value: Tensor, whole: _Alias, part: _Alias) -> Tensor:
     return mine.clone()
 
 
-def _present_in_any(gradients: Sequence[Gradient]) -> list[bool] | None:
+def _joint_mask(gradients: Sequence[Gradient]) -> list[bool] | None:
     """Which tensors got a gradient from somebody; None: all of them did."""
-    masks = [g.present for g in gradients]
-    if any(mask is None for mask in masks):
+    masks = [g.mask for g in gradients if g.mask is not None]
+    if len(masks) < len(gradients):
         return None
-    present = [any(column) for column in zip(*(m for m in masks if m is not None), strict=True)]
-    return None if all(present) else present
+    joint = [any(column) for column in zip(*masks, strict=True)]
+    return None if all(joint) else joint

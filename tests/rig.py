@@ -54,14 +54,14 @@ class Hand:
         return self.link.reply_slot.values
 
     def push(
-        self, values: float | Tensor, present: Sequence[bool] | None = None, **header: Any
+        self, values: float | Tensor, mask: Sequence[bool] | None = None, **header: Any
     ) -> None:
         self.sequence += 1
         slot = self.link.gradient_slot
         slot.values.copy_(torch.as_tensor(values))
-        slot.present.fill_(1)
-        if present is not None:
-            slot.present.copy_(torch.tensor(present, dtype=torch.uint8))
+        slot.mask.fill_(1)
+        if mask is not None:
+            slot.mask.copy_(torch.tensor(mask, dtype=torch.uint8))
         given: dict[str, Any] = {"sequence": self.sequence, **header}
         self.link.push(
             Header(self.worker, 0, base_version=self.version, batch=self.sequence, **given)
@@ -107,6 +107,8 @@ class Rig:
             **shard_options,
         )
         self.listener = InprocListener()
+        self.log = logging.Logger("test")
+        self.log.addHandler(logging.NullHandler())
         self.events = EventLog(folder / "ps-0.jsonl")
         self.folder = folder
         self.server = Server(
@@ -116,7 +118,7 @@ class Rig:
             index=0,
             fingerprint="same",
             events=self.events,
-            log=logging.Logger("test"),
+            log=self.log,
             clock=clock,
         )
         self.server.start()

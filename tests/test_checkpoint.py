@@ -40,7 +40,7 @@ def make_checkpoint(version: int = 12, num_shards: int = 2, ema: bool = True) ->
             tensors["ema"] = flat.params[lo:hi] * 2
         if k == 0:
             tensors |= {"floats": floats, "ints": ints}
-        shards.append(ShardState(version=version + k, tensors=tensors, claimed={0: (1, 5)}))
+        shards.append(ShardState(version=version + k, tensors=tensors, applied={0: (1, 5)}))
     return Checkpoint(
         version=version, manifest=flat.manifest, shards=tuple(shards), frozen=flat.frozen()
     )
@@ -52,7 +52,7 @@ def test_what_was_saved_is_loaded_and_fits_the_model(tmp_path: Path) -> None:
     assert path == tmp_path / "00000012"
     loaded = load_checkpoint(path)
     assert loaded.manifest == saved.manifest
-    assert [(s.version, s.claimed) for s in loaded.shards] == [(12, {0: (1, 5)}), (13, {0: (1, 5)})]
+    assert [(s.version, s.applied) for s in loaded.shards] == [(12, {0: (1, 5)}), (13, {0: (1, 5)})]
     module = small_model()
     expected = {k: v.clone() for k, v in module.state_dict().items()}
     with torch.no_grad():

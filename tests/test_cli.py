@@ -23,6 +23,15 @@ def bad_loss(model, batch):
 diverging = toy_recipe(loss=bad_loss)
 no_model = toy_recipe(model=lambda: torch.nn.ReLU())
 no_data = toy_recipe(data=lambda config: 1 / 0)
+one_model = toy_recipe().model()
+same_model = toy_recipe(model=lambda: one_model)
+bad_schedule = toy_recipe(schedule=lambda version: 1.0)
+from offbeat import SGD
+no_group = toy_recipe(optimizer=SGD(groups={{"*.bais": {{"lr": 1.0}}}}))
+def data_beside(config):
+    import beside
+    return beside.data, None
+lazy = toy_recipe(data=data_beside)
 """
 
 
@@ -66,6 +75,24 @@ def test_flags_beat_the_file_also_where_they_exclude_each_other(
     assert json.loads(Path("r2/summary.json").read_text())["gradients"] == 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "staleness"),
+    [
+        (["--discipline", "bounded:2"], 2.0),
+        (["--discipline", "bounded"], 5.0),
+        (["--staleness", "3"], 3.0),
+        (["--discipline", "sync"], None),
+    ],
+)
+def test_a_discipline_on_the_command_line_beats_what_the_file_says_of_another(
+    recipes: str, flags: list[str], staleness: float | None
+) -> None:
+    text = f'recipe = "{recipes}:recipe"\ndiscipline = "bounded"\nstaleness = 5\nsteps = 1\n'
+    Path("c.toml").write_text(text)
+    assert main(["train", "--config", "c.toml", "--run-dir", "r", "--quiet", *flags]) == 0
+    assert json.loads(Path("r/config.json").read_text())["config"]["staleness"] == staleness
+
+
 def test_a_diverging_run_exits_with_1_and_names_step_and_worker(
     recipes: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +109,9 @@ def test_a_diverging_run_exits_with_1_and_names_step_and_worker(
         ("no_model", "no trainable parameter"),
         ("no_data", "the recipe's data function failed: ZeroDivisionError"),
         ("recipee", "did you mean 'recipe'"),
+        ("same_model", "the same model twice"),
+        ("bad_schedule", "the recipe's schedule function failed: TypeError"),
+        ("no_group", "'*.bais' matches no parameter"),
     ],
 )
 def test_a_bad_recipe_is_one_line_and_leaves_nothing(
@@ -156,3 +186,14 @@ def test_the_bar_fits_into_80_columns(
     assert "250 grad/s · 12,500 ex/s · loss 0.500 · staleness 1.0 · test accuracy 0.8812" in shown
     assert "500/1000" in shown
     assert max(len(line.rstrip()) for line in re.split(r"[\r\n]", shown)) <= 80
+
+
+def test_a_recipe_may_import_what_lies_beside_it_when_it_needs_it(
+    recipes: str, tmp_path: Path
+) -> None:
+    beside = tmp_path / "beside.py"
+    beside.write_text("from helpers import toy_data\ndata = toy_data()\n")
+    try:
+        assert main(["train", "--recipe", f"{recipes}:lazy", "--run-dir", "r", "--quiet"]) == 0
+    finally:
+        sys.modules.pop("beside", None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import toy_data
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from offbeat import load_dataset
 from offbeat.data import files
@@ -185,6 +185,9 @@ class Squares(Dataset[Any]):
 
 
 class Counting(IterableDataset[Any]):
+    def __len__(self) -> int:  # some have one; they are iterable all the same
+        return 23
+
     def __iter__(self) -> Iterator[tuple[float, int]]:
         return ((float(i), i) for i in range(23))
 
@@ -230,9 +233,16 @@ def test_batches_have_the_form_of_the_data() -> None:
     for data in ((x, y), [x, y], TensorDataset(x, y)):
         batch = next(make_source(data, "training").in_order(4))
         assert torch.equal(batch[0], x[:4]) and torch.equal(batch[1], y[:4])
+    batch = next(make_source((x.numpy(), y.numpy()), "training").in_order(4))
+    assert torch.equal(batch[0], x[:4]) and torch.equal(batch[1], y[:4])
+    batch = next(make_source({"x": x, "y": y}, "training").in_order(4))
+    assert torch.equal(batch["x"], x[:4]) and torch.equal(batch["y"], y[:4])
     batch = next(make_source(Squares(), "training").in_order(4))
     assert batch["y"].tolist() == [0, 1, 4, 9]
-    assert [batch_length(b) for b in (x[:4], (x[:3], y[:3]), batch)] == [4, 3, 4]
+    named = {"name": ["a", "b"], "x": x[:2]}
+    assert [batch_length(b) for b in (x[:4], (x[:3], y[:3]), batch, named)] == [4, 3, 4, 2]
+    with pytest.raises(DataError, match="without any"):
+        batch_length(["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -240,6 +250,9 @@ def test_batches_have_the_form_of_the_data() -> None:
     [
         ((torch.zeros(3), torch.zeros(4)), "different lengths"),
         (torch.zeros(0), "empty"),
+        (torch.tensor(1.0), "no dimension"),
+        (DataLoader(TensorDataset(torch.zeros(3))), "give its dataset"),
+        ({"x": [1, 2]}, "is a dict"),
         (iter([1, 2]), "only once"),
         (17, "is a int"),
     ],

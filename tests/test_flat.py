@@ -219,3 +219,31 @@ def test_a_manifest_survives_json_and_its_fingerprint_tells_models_apart() -> No
     assert again.fingerprint("sgd") == manifest.fingerprint("sgd")
     assert manifest.fingerprint("sgd") != manifest.fingerprint("adam")
     assert manifest.fingerprint("sgd") != describe(nn.Linear(2, 2)).fingerprint("sgd")
+
+
+def test_a_buffer_that_the_module_assigns_anew_is_followed() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.register_buffer("mean", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return self.linear(x - self.mean)
+
+    module = Centred()
+    flat = FlatModel(module)
+    module(torch.ones(1, 2))
+    floats, ints = torch.zeros(2), torch.zeros(0, dtype=torch.int64)
+    flat.write_buffers(floats, ints)
+    assert floats.tolist() == pytest.approx([0.1, 0.1])
+    flat.read_buffers(torch.tensor([5.0, 6.0]), ints)
+    assert module.mean.tolist() == [5, 6]
+
+
+def test_a_step_without_any_gradient_is_no_error() -> None:
+    flat = FlatModel(nn.Linear(2, 1))
+    (gradient,) = pieces(flat, 1)
+    assert flat.take_gradient([gradient]) == [False, False]
+    assert gradient.tolist() == [0, 0, 0]

@@ -105,6 +105,10 @@ def test_the_main_job_reaches_88_percent(run_dir: Path, options: dict[str, objec
     result = offbeat.train(run_dir=run_dir, quiet=True, **options)
     assert result.test_accuracy is not None
     assert result.test_accuracy >= (0.87 if options else 0.88)
+    low, high = {"sync": (0, 0), "reply-apply": (1.5, 2.5), "lock-free": (3, 5)}.get(
+        str(options.get("discipline", "")), (0.5, 1.5)
+    )
+    assert low <= result.staleness.mean <= high, "about W-1 for apply-reply, about W else"
 
 
 def write_fake_mnist(folder: Path, num_train: int) -> None:

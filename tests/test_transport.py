@@ -60,7 +60,7 @@ def test_a_push_brings_header_gradient_mask_and_buffers(
     worker, server = connected(transport)
     slot = worker.gradient_slot
     slot.values.copy_(torch.arange(5.0))
-    slot.present.copy_(torch.tensor([1, 0]))
+    slot.mask.copy_(torch.tensor([1, 0]))
     slot.floats.fill_(2.5)
     slot.ints.fill_(2**40)
     worker.push(Header(3, 1, 7, base_version=11, batch=13, void=True))
@@ -68,7 +68,7 @@ def test_a_push_brings_header_gradient_mask_and_buffers(
     assert received == Header(3, 1, 7, base_version=11, batch=13, void=True)
     payload = server.gradient_slot(received)
     assert payload.values.tolist() == [0, 1, 2, 3, 4]
-    assert payload.present.tolist() == [1, 0]
+    assert payload.mask.tolist() == [1, 0]
     assert payload.floats.tolist() == [2.5] * 3
     assert payload.ints.tolist() == [2**40]
 

@@ -1,9 +1,9 @@
 """Each worker's share of the training data, cut into batches; and the test data, in order.
 
-Data is a tensor, a tuple of tensors of one length, a map-style Dataset (with a length) or an
-iterable one (without). Shares are disjoint and cover everything. A worker goes through its share
-in a new order every epoch, which depends on nothing but the run's seed, the worker's rank and the
-epoch.
+Data is a tensor, a tuple or dict of tensors of one length, a map-style Dataset (with a length) or
+an iterable one (without). Shares are disjoint and cover everything. A worker goes through its
+share in a new order every epoch, which depends on nothing but the run's seed, the worker's rank
+and the epoch.
 """
 
 import itertools
@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from offbeat.errors import DataError
 from offbeat.randomness import make_generator
@@ -67,14 +68,17 @@ class _Indexed(Source):
 
 
 class _Tensors(_Indexed):
-    def __init__(self, tensors: tuple[Tensor, ...], *, bare: bool) -> None:
+    """Tensors of one length, by themselves or as the leaves of a tuple or dict."""
+
+    def __init__(self, tensors: Tensor | tuple[Tensor, ...] | dict[str, Tensor]) -> None:
         self._tensors = tensors
-        self._bare = bare
-        self.num_examples = len(tensors[0])
+        self.num_examples = batch_length(tensors)
 
     def gather(self, indices: Tensor) -> Batch:
-        if self._bare:
-            return self._tensors[0][indices]
+        if isinstance(self._tensors, Tensor):
+            return self._tensors[indices]
+        if isinstance(self._tensors, dict):
+            return {name: tensor[indices] for name, tensor in self._tensors.items()}
         return tuple(tensor[indices] for tensor in self._tensors)
 
 
@@ -106,38 +110,66 @@ def make_source(data: Any, what: str) -> Source:
     """`data` in whichever of the known forms it has; `what` names it in an error."""
     if isinstance(data, Source):
         return data
-    if isinstance(data, Tensor):
-        return _checked(_Tensors((data,), bare=True), what)
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, tuple | list) and data and all(isinstance(t, Tensor) for t in data):
-        if len({len(t) for t in data}) > 1:
-            raise DataError(f"the {what} tensors have different lengths: {[len(t) for t in data]}")
-        return _checked(_Tensors(tuple(data), bare=False), what)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _checked(_MapStyle(data), what)
+    tensors = _as_tensors(data, what)
+    if tensors is not None:
+        return _checked(_Tensors(tensors), what)
+    if isinstance(data, DataLoader):
+        raise DataError(f"the {what} data is a DataLoader; give its dataset: batches are made here")
     if isinstance(data, Iterator):
         raise DataError(
             f"the {what} data is an iterator, which can be gone through only once; make it an "
             f"IterableDataset, whose __iter__ begins anew"
         )
-    if isinstance(data, Iterable):
+    if isinstance(data, IterableDataset):
+        return _IterableStyle(data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
+        return _checked(_MapStyle(data), what)
+    if isinstance(data, Iterable) and not isinstance(data, Mapping):
         return _IterableStyle(data)
     raise DataError(
-        f"the {what} data is a {type(data).__name__}; it must be a tensor, a tuple of tensors, or "
-        f"a map-style or iterable Dataset"
+        f"the {what} data is a {type(data).__name__}; it must be a tensor, a tuple or dict of "
+        f"tensors, or a map-style or iterable Dataset"
     )
 
 
 def batch_length(batch: Batch) -> int:
     """How many examples a batch holds, by the first tensor in it."""
+    first = next(_leaves(batch), None)
+    if first is None:
+        raise DataError(f"a batch must hold tensors; found a {type(batch).__name__} without any")
+    return len(first) if first.dim() else 1
+
+
+def _leaves(batch: Batch) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        return batch_length(next(iter(batch.values())))
-    if isinstance(batch, tuple | list) and batch:
-        return batch_length(batch[0])
-    raise DataError(f"a batch must consist of tensors; found a {type(batch).__name__}")
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from _leaves(value)
+
+
+def _as_tensors(data: Any, what: str) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor] | None:
+    """`data` as tensors of one length, if that is what it is; NumPy arrays will do."""
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, tuple | list):
+        parts = list(data)
+    else:
+        parts = list(data.values()) if isinstance(data, dict) else [data]
+    if not parts or not all(isinstance(part, Tensor | np.ndarray) for part in parts):
+        return None
+    found = [torch.as_tensor(part) for part in parts]
+    if any(tensor.dim() == 0 for tensor in found):
+        raise DataError(f"a tensor of the {what} data has no dimension to take examples from")
+    if len({len(tensor) for tensor in found}) > 1:
+        lengths = [len(tensor) for tensor in found]
+        raise DataError(f"the {what} tensors have different lengths: {lengths}")
+    if isinstance(data, dict):
+        return dict(zip(data, found, strict=True))
+    return tuple(found) if isinstance(data, tuple | list) else found[0]
 
 
 def _checked(source: _Indexed, what: str) -> _Indexed:

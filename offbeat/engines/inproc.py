@@ -1,13 +1,13 @@
 """The engine `inproc`: servers, workers, master and evaluator as threads of this process.
 
 Called by the api. `run` returns when the job is over, one way or another, with nothing left
-running: workers finish, servers drain, the master commits the last checkpoint, the evaluator
-scores it.
+running: workers finish, servers drain, the master commits the last checkpoint, the evaluator scores
+it.
 """
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from offbeat.progress import Display, Status
 from offbeat.roles.evaluator import Evaluator, metric_name
 from offbeat.roles.master import Master
 from offbeat.roles.server import Server
-from offbeat.roles.worker import Worker, worker_failure
+from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, close_log
 from offbeat.transport.inproc import InprocListener, InprocWorkerEnd
 
@@ -31,10 +31,15 @@ REFRESH_S = 0.1
 
 
 class InprocEngine:
-    """One job in one process; used once."""
+    """One job in one process; used once. `replicas`: one model for each worker, and one more."""
 
     def __init__(
-        self, job: Job, folder: RunFolder, display: Display, clock: Callable[[], float]
+        self,
+        job: Job,
+        replicas: Sequence[FlatModel],
+        folder: RunFolder,
+        display: Display,
+        clock: Callable[[], float],
     ) -> None:
         self.job = job
         self.folder = folder
@@ -47,30 +52,33 @@ class InprocEngine:
         self._logs: list[logging.Logger] = []
         self._listeners = [InprocListener() for _ in job.slices]
         self._books = self._events("master")
-        initial = job.make_model()
+        *of_workers, initial = replicas
         self.servers = [self._make_server(k, initial) for k in range(job.config.servers)]
-        self.workers = [self._make_worker(rank) for rank in range(job.config.workers)]
-        self.evaluator = self._make_evaluator()
-        self.master = self._make_master(initial)
+        self.workers = [self._make_worker(rank, model) for rank, model in enumerate(of_workers)]
+        frozen = initial.frozen()
+        self.evaluator = self._make_evaluator(initial)
+        self.master = self._make_master(frozen)
 
     def run(self) -> None:
         """Raises what the run failed with, after everything has been ended and kept."""
         threads_before = torch.get_num_threads()
-        worker_threads = [
-            self._thread(f"worker-{w.rank}", w.run, self._worker_failed(w)) for w in self.workers
-        ]
-        master = self._thread("master", self.master.run, self._role_failed("the master"))
-        evaluator = self._thread(
-            "evaluator", self._run_evaluator, self._role_failed("the evaluator")
-        )
         self._books.record("run", phase="start", at_s=self.clock())
-        for server in self.servers:
-            server.start()
-        for thread in (*worker_threads, master, evaluator):
-            thread.start()
         try:
-            self._watch(worker_threads)
-            self._finish(master, evaluator)
+            for server in self.servers:
+                server.start()
+            master = self._start("master", self.master.run, self._role_failed("the master"))
+            evaluator = self._start_evaluator()
+            self._watch(
+                [
+                    self._start(f"worker-{w.rank}", w.run, self._worker_failed(w))
+                    for w in self.workers
+                ]
+            )
+            finish = lambda: self._finish(master, evaluator)  # noqa: E731
+            self._watch([self._start("finish", finish, self._role_failed("the run's end"))])
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise
         finally:
             self._end(threads_before)
         if self.failures:
@@ -78,8 +86,9 @@ class InprocEngine:
 
     # -- the course of a run -------------------------------------------------------------------
 
-    def _watch(self, threads: list[threading.Thread]) -> None:
-        """Show progress until these threads are done; Ctrl-C stops the workers."""
+    def _watch(self, threads: Sequence[threading.Thread]) -> None:
+        """Show progress until these threads are done. The only place where the main thread waits:
+        the first Ctrl-C stops the workers, the second gives up."""
         while any(thread.is_alive() for thread in threads):
             try:
                 for thread in threads:
@@ -94,34 +103,35 @@ class InprocEngine:
                 self.interrupted = True
                 self.stop.set()
 
-    def _finish(self, master: threading.Thread, evaluator: threading.Thread) -> None:
+    def _finish(self, master: threading.Thread, evaluator: threading.Thread | None) -> None:
         """Every accepted gradient is applied; then the last checkpoint, then its score."""
         for server in self.servers:
             if not server.drain(DRAIN_TIMEOUT_S):
                 self.failures.append(RoleError(f"server {server.index} did not come to an end"))
-        self._look_for_failed_servers()
         self.master.finish()
-        self._watch([master])
+        master.join()
         try:
             self.master.commit_now()
         except OffbeatError as error:
             self.failures.append(error)
-        if self.evaluator:
+        if self.evaluator and evaluator:
             self.evaluator.finish()
-        self._watch([evaluator])
+            evaluator.join()
 
     def _end(self, threads_before: int) -> None:
         self.stop.set()
         for server in self.servers:
             server.close()
+        self._look_for_failed_servers()
         torch.set_num_threads(threads_before)
+        self.display.update(self._status())
+        self.display.close()
         status = "failed" if self.failures else "interrupted" if self.interrupted else "finished"
         self._books.record("run", phase="end", status=status, at_s=self.clock())
         for events in self._event_logs:
             events.close()
         for log in self._logs:
             close_log(log)
-        self.display.close()
 
     # -- making the roles ----------------------------------------------------------------------
 
@@ -143,32 +153,26 @@ class InprocEngine:
             **self._means(f"ps-{index}"),
         )
 
-    def _make_worker(self, rank: int) -> Worker:
-        return Worker(
-            self.job,
-            rank,
-            self.job.make_model(),
-            self._connect,
-            stop=self.stop,
-            **self._means(f"worker-{rank}"),
-        )
+    def _make_worker(self, rank: int, model: FlatModel) -> Worker:
+        means = self._means(f"worker-{rank}")
+        return Worker(self.job, rank, model, self._connect, stop=self.stop, **means)
 
-    def _make_master(self, initial: FlatModel) -> Master:
+    def _make_master(self, frozen: dict[str, torch.Tensor]) -> Master:
         return Master(
             self.job,
             self.servers,
             self.folder.checkpoints,
-            initial.frozen(),
+            frozen,
             committed=self.evaluator.notify if self.evaluator else lambda path: None,
             events=self._books,
             log=self._log("master"),
             clock=self.clock,
         )
 
-    def _make_evaluator(self) -> Evaluator | None:
+    def _make_evaluator(self, model: FlatModel) -> Evaluator | None:
         if self.job.test is None:
             return None
-        return Evaluator(self.job, self.job.make_model().module, **self._means("evaluator"))
+        return Evaluator(self.job, model.module, **self._means("evaluator"))
 
     def _connect(self, rank: int, model: FlatModel) -> list[InprocWorkerEnd]:
         """Join every server; the replies land in the model's own memory."""
@@ -197,33 +201,44 @@ class InprocEngine:
 
     # -- failures and progress -----------------------------------------------------------------
 
-    def _thread(
-        self, name: str, body: Callable[[], None], failed: Callable[[Exception], None]
+    def _start(
+        self, name: str, body: Callable[[], None], failed: Callable[[BaseException], None]
     ) -> threading.Thread:
         def run() -> None:
             try:
                 body()
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a user's sys.exit() ends no run well
                 failed(error)
 
-        return threading.Thread(target=run, name=name, daemon=True)
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
 
-    def _worker_failed(self, worker: Worker) -> Callable[[Exception], None]:
-        def failed(error: Exception) -> None:
-            worker._log.error("failed", exc_info=error)
+    def _start_evaluator(self) -> threading.Thread | None:
+        if self.evaluator is None:
+            return None
+        return self._start("evaluator", self.evaluator.run, self._role_failed("the evaluator"))
+
+    def _worker_failed(self, worker: Worker) -> Callable[[BaseException], None]:
+        def failed(error: BaseException) -> None:
+            worker.log.error("failed", exc_info=error)
             if self.stop.is_set():
                 return  # it went down with a run that had failed already
             if isinstance(error, NonFiniteLossError):
                 self.failures.append(error)
             else:
-                step = worker.stats.num_steps + 1
-                self.failures.append(worker_failure(worker.rank, step, in_a_line(error)))
+                self.failures.append(
+                    RoleError(
+                        f"worker {worker.rank} failed at step {worker.step}: {in_a_line(error)}; "
+                        f"the traceback is in {self.folder.logs / f'worker-{worker.rank}.log'}"
+                    )
+                )
             self.stop.set()
 
         return failed
 
-    def _role_failed(self, who: str) -> Callable[[Exception], None]:
-        def failed(error: Exception) -> None:
+    def _role_failed(self, who: str) -> Callable[[BaseException], None]:
+        def failed(error: BaseException) -> None:
             self.failures.append(RoleError(f"{who} failed: {in_a_line(error)}"))
 
         return failed
@@ -236,10 +251,6 @@ class InprocEngine:
                 server.failure = None
                 self.failures.insert(0, RoleError(f"server {server.index} failed: {line}"))
                 self.stop.set()
-
-    def _run_evaluator(self) -> None:
-        if self.evaluator:
-            self.evaluator.run()
 
     def _status(self) -> Status:
         stats = [worker.stats for worker in self.workers]

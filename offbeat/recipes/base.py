@@ -60,6 +60,18 @@ class Recipe:
     batch_size: int = 100
     epochs: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("model", "data", "loss", "metric", "schedule"):
+            if not callable(getattr(self, name)):
+                raise RecipeError(f"a recipe's {name} must be a function")
+        if not isinstance(self.optimizer, Optimizer):
+            raise RecipeError(
+                "a recipe's optimizer must be one of offbeat's, as offbeat.SGD(lr=0.1)"
+            )
+        for name in ("batch_size", "epochs"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"a recipe's {name} must be at least 1")
+
 
 def load_recipe(name: str) -> Recipe:
     """The recipe called `name`, or a RecipeError of one line."""
@@ -90,7 +102,7 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"offbeat_recipe_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # for its imports of files beside it
+    _make_importable(path.resolve().parent)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
@@ -98,18 +110,20 @@ def _import_file(path: Path) -> ModuleType:
         raise
     except Exception as error:
         raise RecipeError(f"importing {path} failed: {in_a_line(error)}") from error
-    finally:
-        sys.path.pop(0)
     return module
 
 
 def _import_module(name: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+    _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
     except OffbeatError:
         raise
     except Exception as error:
         raise RecipeError(f"importing {name} failed: {in_a_line(error)}") from error
-    finally:
-        sys.path.pop(0)
+
+
+def _make_importable(folder: Path) -> None:
+    """Files in this folder can be imported from now on, as when Python runs a script in it."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -57,7 +57,7 @@ recipe = Recipe(
     data=load_data,
     loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
     # No momentum: it multiplies a stale gradient, and every discipline is to do well here.
-    optimizer=SGD(lr=0.1),
+    optimizer=SGD(lr=0.12),
     schedule=cosine(warmup=200),
     augment=flip_and_shift,
     batch_size=50,

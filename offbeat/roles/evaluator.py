@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.checkpoint import load_checkpoint
 from offbeat.data.batches import Source
@@ -70,7 +70,7 @@ class Evaluator:
         except CheckpointError as error:  # pruned while we looked the other way
             self._log.warning("%s", error)
             return
-        self._module.load_state_dict(checkpoint.state_dict(ema=True))
+        load_state(self._module, checkpoint.state_dict(ema=True))
         metric, count = evaluate(self._module, self.job.recipe, self.job.test)
         self.latest = metric
         self._log.info(
@@ -83,6 +83,14 @@ class Evaluator:
             count=count,
             at_s=self._clock(),
         )
+
+
+def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load all that checkpoints keep; a module's own extra state, which is no tensor, is not
+    kept."""
+    keys = module.load_state_dict(state, strict=False)
+    missing = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
+    assert not missing and not keys.unexpected_keys, f"{missing} {keys.unexpected_keys}"
 
 
 def evaluate(module: nn.Module, recipe: Recipe, test: Source) -> tuple[float, float]:

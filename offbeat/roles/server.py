@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from offbeat.disciplines import Action, Apply, Discipline, Drop, Push, Reply
-from offbeat.errors import ConnectionClosedError
+from offbeat.errors import ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
 from offbeat.shard import Gradient, Shard, Updater, usable
 from offbeat.transport.base import (
@@ -38,8 +39,9 @@ from offbeat.transport.base import (
 )
 
 POLL_S = 0.2
-"""How often a waiting thread looks whether the server is to stop, and tells the discipline the
-time."""
+"""How often a thread that waits for its worker looks whether the server is to stop."""
+TICK_S = 0.05
+"""How often the discipline is told the time while somebody waits for a reply."""
 
 CLOSE_TIMEOUT_S = 10.0
 """How long a closing server waits for each of its threads; they look up every POLL_S."""
@@ -51,7 +53,7 @@ class Snapshot:
 
     version: int
     state: dict[str, Tensor]
-    claimed: dict[int, tuple[int, int]]
+    applied: dict[int, tuple[int, int]]
 
 
 @dataclass(eq=False, slots=True)
@@ -87,14 +89,15 @@ class _Session:
     worker: int
     incarnation: int
     updater: Updater
-    answered: threading.Condition | None
+    reply_made: threading.Condition | None
+    """None in lock-free, where a session's own thread makes every reply."""
     push: Header
     fate: _Fate
     gradient: Gradient | None = None
     """None: refused, because an element of it is no usable number."""
     reply: Header | None = None
     """Made, not yet sent."""
-    unanswered: bool = False
+    awaits_reply: bool = False
 
 
 _FATE_FIELDS = [f.name for f in dataclasses.fields(_Fate)]
@@ -133,6 +136,7 @@ class Server:
         self._sessions: dict[int, _Session] = {}
         self._wishes: list[_Wish] = []
         self._stopping = False
+        self._reason = "the server was stopped"
         self._acceptor = threading.Thread(target=self._accept, name=f"ps-{index}", daemon=True)
         self._threads: list[threading.Thread] = []
         self._shared_updater = shard.make_updater() if discipline.locked else None
@@ -153,22 +157,31 @@ class Server:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every session has ended, and so every accepted gradient is applied."""
+        deadline_s = time.monotonic() + timeout_s
         for thread in list(self._threads):
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
         """Take nobody in, end all sessions, and forget wishes for versions that will not come."""
-        self._stopping = True
-        self._listener.close()
-        with self._membership:
-            sessions = list(self._sessions.values())
-        for session in sessions:
-            session.end.close("the server was stopped")
+        self._stop()
         for thread in [self._acceptor, *self._threads]:
             thread.join(CLOSE_TIMEOUT_S)
         for wish in self._wishes:
             wish.future.cancel()
+
+    def _stop(self) -> None:
+        """Have every thread of this server come to its end, and tell the workers why."""
+        self._stopping = True
+        self._listener.close()
+        for session in list(self._sessions.values()):
+            session.end.close(self._reason)
+
+    def _fail(self, error: Exception) -> None:
+        self._log.error("failed", exc_info=error)
+        self.failure = self.failure or error
+        self._reason = f"server {self.index} failed: {in_a_line(error)}"
+        self._stop()
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -186,22 +199,22 @@ class Server:
 
     def _serve(self, end: ServerEnd) -> None:
         """A session's thread, from the handshake to the worker's leaving."""
-        session = self._join(end)
-        if session is None:
-            return
         try:
-            while not self._stopping:
-                header = end.receive(POLL_S)
-                if header is not None:
-                    self._handle(session, header)
-        except ConnectionClosedError:
-            self._log.info("worker %d left", session.worker)
+            session = self._join(end)
+            if session is None:
+                return
+            try:
+                while not self._stopping:
+                    header = end.receive(POLL_S)
+                    if header is not None:
+                        self._handle(session, header)
+            except ConnectionClosedError:
+                self._log.info("worker %d left", session.worker)
+            finally:
+                self._leave(session)
         except Exception as error:
-            self._log.exception("the session of worker %d failed", session.worker)
-            self.failure = error
-            end.close(f"server {self.index} failed: {error}")
-        finally:
-            self._leave(session)
+            self._fail(error)
+            end.close(self._reason)
 
     def _join(self, end: ServerEnd) -> _Session | None:
         worker, incarnation = end.hello["worker"], end.hello["incarnation"]
@@ -220,7 +233,7 @@ class Server:
                 worker,
                 incarnation,
                 updater=self._shared_updater or self.shard.make_updater(shared=True),
-                answered=threading.Condition(self._mutex) if self.discipline.locked else None,
+                reply_made=threading.Condition(self._mutex) if self.discipline.locked else None,
                 push=welcome,
                 fate=_Fate(self._clock()),
             )
@@ -232,8 +245,10 @@ class Server:
 
     def _leave(self, session: _Session) -> None:
         with self._membership, self._lock:
-            self._carry_out(self.discipline.on_leave(session.worker))
-            del self._sessions[session.worker]
+            try:
+                self._carry_out(self.discipline.on_leave(session.worker))
+            finally:
+                del self._sessions[session.worker]
 
     # -- one push ------------------------------------------------------------------------------
 
@@ -254,19 +269,14 @@ class Server:
         """Look at a push before anybody has to wait for it."""
         session.push = header
         session.fate = _Fate(self._clock())
-        session.unanswered = True
+        session.awaits_reply = True
         slot = session.end.gradient_slot(header)
         if header.void or not usable(slot.values):
             session.gradient = None
             session.fate.outcome = REJECTED
-            self._log.warning(
-                "refused a gradient of worker %d (batch %d): not finite, or far too large",
-                session.worker,
-                header.batch,
-            )
         else:
-            present = None if bool(slot.present.all()) else slot.present.tolist()
-            session.gradient = Gradient(slot.values, present, slot.floats, slot.ints)
+            mask = None if bool(slot.mask.all()) else slot.mask.tolist()
+            session.gradient = Gradient(slot.values, mask, slot.floats, slot.ints)
 
     def _decide(self, session: _Session) -> list[Action]:
         sequence = session.push.sequence
@@ -298,6 +308,7 @@ class Server:
                 session.fate.version = version
                 session.fate.staleness = version - 1 - session.push.base_version
                 session.fate.applied_s = applied_s
+                self.shard.applied[session.worker] = (session.incarnation, session.push.sequence)
                 self.recent_staleness.append(session.fate.staleness)
         self._grant_wishes()
 
@@ -308,8 +319,8 @@ class Server:
         session.reply = dataclasses.replace(
             session.push, reply_version=version, status=session.fate.outcome
         )
-        if session.answered is not None:
-            session.answered.notify()
+        if session.reply_made is not None:
+            session.reply_made.notify()
 
     def _send_reply(self, session: _Session) -> None:
         """Send the reply, if it is made; only ever called by the session's own thread."""
@@ -317,20 +328,28 @@ class Server:
             session.end.send(session.reply)
             session.fate.replied_s = self._clock()
             session.reply = None
-            session.unanswered = False
+            session.awaits_reply = False
 
     def _await_reply(self, session: _Session) -> None:
         """Wait until another session's push, a leave or a deadline answers this one."""
-        if not session.unanswered or session.answered is None:
+        if not session.awaits_reply or session.reply_made is None:
             return
-        with session.answered:
+        with session.reply_made:
             while session.reply is None and not self._stopping:
-                session.answered.wait(POLL_S)
+                session.reply_made.wait(TICK_S)
                 self._carry_out(self.discipline.on_tick(self._clock()))
         self._send_reply(session)
+        if session.fate.outcome == ACCEPTED:  # stopped before its round was full
+            session.fate.outcome = DROPPED
 
     def _record(self, session: _Session) -> None:
         push = session.push
+        if session.fate.outcome == REJECTED:
+            self._log.warning(
+                "refused a gradient of worker %d (batch %d): not finite, or far too large",
+                session.worker,
+                push.batch,
+            )
         self._events.record(
             "push",
             shard=self.index,
@@ -350,8 +369,8 @@ class Server:
                 self._wishes.remove(wish)
             except ValueError:
                 continue  # lock-free: another session's thread was quicker
-            state = self.shard.state()
-            wish.future.set_result(Snapshot(self.shard.version, state, dict(self.shard.claimed)))
+            version = self.shard.version  # before the copy: lock-free, it may hold more than that
+            wish.future.set_result(Snapshot(version, self.shard.state(), dict(self.shard.applied)))
 
 
 def _beats(actions: Sequence[Action]) -> list[list[Action]]:

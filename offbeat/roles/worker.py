@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.data.batches import Batch, batch_length
-from offbeat.errors import NonFiniteLossError, RoleError
+from offbeat.errors import NonFiniteLossError
 from offbeat.events import EventLog
 from offbeat.flat import FlatModel
 from offbeat.job import Job
@@ -55,10 +55,12 @@ class Worker:
         self.job = job
         self.rank = rank
         self.model = model
+        self.log = log
+        self.step = 1
+        """The step that is being prepared or computed, counted from 1."""
         self.stats = WorkerStats()
         self._connect = connect
         self._events = events
-        self._log = log
         self._clock = clock
         self._stop = stop
 
@@ -70,7 +72,7 @@ class Worker:
         finally:
             for link in links:
                 link.close()
-        self._log.info("finished after %d steps", self.stats.num_steps)
+        self.log.info("finished after %d steps", self.stats.num_steps)
 
     def _train(self, links: Sequence[WorkerEnd]) -> None:
         self.model.module.train()
@@ -83,6 +85,7 @@ class Worker:
             loss = self._compute(batch)
             computed_s = self._clock()
             self._push(links, versions)
+            self.step += 1
             upcoming = next(batches, None)  # prepared while the exchange is under way
             prepared_s = self._clock()
             replies = [self._await(link) for link in links]
@@ -107,13 +110,12 @@ class Worker:
 
     def _compute(self, batch: Batch) -> float:
         """Loss and gradient of one batch; the gradient stays in the parameters."""
-        step = self.stats.num_steps + 1
-        if step % IDENTITY_CHECK_EVERY == 1:
+        if self.step % IDENTITY_CHECK_EVERY == 1:
             self.model.check_identity()
         loss = self.job.recipe.loss(self.model.module, batch)
         value = loss.item()
         if not math.isfinite(value):
-            raise NonFiniteLossError(value, self.rank, step)
+            raise NonFiniteLossError(value, self.rank, self.step)
         loss.backward()  # type: ignore[no-untyped-call]
         return float(value)
 
@@ -121,14 +123,15 @@ class Worker:
         """Send every shard its slice. An unusable gradient goes to none of them, or a shard without
         the bad element would take half of it."""
         slots = [link.gradient_slot for link in links]
-        present = self.model.take_gradient([slot.values for slot in slots])
+        mask = torch.tensor(
+            self.model.take_gradient([slot.values for slot in slots]), dtype=torch.uint8
+        )
         self.model.write_buffers(slots[0].floats, slots[0].ints)
         for slot in slots:
-            slot.present.copy_(torch.tensor(present, dtype=torch.uint8))
+            slot.mask.copy_(mask)
         void = not all(usable(slot.values) for slot in slots)
-        sequence = self.stats.num_steps + 1
         for link, version in zip(links, versions, strict=True):
-            link.push(Header(self.rank, 0, sequence, version, batch=sequence - 1, void=void))
+            link.push(Header(self.rank, 0, self.step, version, batch=self.step - 1, void=void))
 
     def _await(self, link: WorkerEnd) -> Header | None:
         while (reply := link.wait_reply(POLL_S)) is None:
@@ -140,7 +143,7 @@ class Worker:
         """Let the model show what the servers sent; returns the shards' versions."""
         moved = self.model.loaded()
         if moved:
-            self._log.warning("put back into place: %s", ", ".join(moved))
+            self.log.warning("put back into place: %s", ", ".join(moved))
         slot = links[0].reply_slot
         self.model.read_buffers(slot.floats, slot.ints)
         return [reply.reply_version for reply in replies]
@@ -158,10 +161,3 @@ def _pooled(replies: Sequence[Header]) -> str:
         if bad in statuses:
             return bad
     return "applied"
-
-
-def worker_failure(rank: int, step: int, line: str) -> RoleError:
-    """The error that stands for whatever a user's own code raised in a worker."""
-    return RoleError(
-        f"worker {rank} failed at step {step}: {line}; the traceback is in logs/worker-{rank}.log"
-    )

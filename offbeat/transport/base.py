@@ -61,10 +61,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A payload: gradient or parameters, which tensors have one, and buffers (shard 0 only)."""
+    """A payload: gradient or parameters, which tensors got a gradient, buffers (shard 0 only)."""
 
     values: Tensor
-    present: Tensor
+    mask: Tensor
     floats: Tensor
     ints: Tensor
 

@@ -21,7 +21,7 @@ class _Channel:
         self.gradients = (Slot.allocate(layout), Slot.allocate(layout))
         reply = Slot.allocate(layout)
         if params is not None:
-            reply = Slot(params, reply.present, reply.floats, reply.ints)
+            reply = Slot(params, reply.mask, reply.floats, reply.ints)
         self.reply = reply
 
 
