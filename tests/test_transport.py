@@ -162,6 +162,27 @@ def test_a_refusal_reaches_the_worker(transport: tuple[Listener, Connect]) -> No
     assert "wrong model" in str(errors[0])
 
 
+def test_a_worker_at_the_door_of_a_closing_listener_is_refused_at_once(
+    transport: tuple[Listener, Connect],
+) -> None:
+    listener, connect = transport
+    errors: list[Exception] = []
+
+    def try_to_join() -> None:
+        try:
+            connect()
+        except ConnectionClosedError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=try_to_join) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    listener.close()
+    for thread in threads:
+        thread.join(T / 2)
+    assert len(errors) == 4
+
+
 def test_a_closed_listener_takes_nobody_in_but_keeps_its_connections(
     transport: tuple[Listener, Connect],
 ) -> None:

@@ -165,7 +165,8 @@ class Server:
     def close(self) -> None:
         """Take nobody in, end all sessions, and forget wishes for versions that will not come."""
         self._stop()
-        for thread in [self._acceptor, *self._threads]:
+        self._acceptor.join(CLOSE_TIMEOUT_S)
+        for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
         for wish in self._wishes:
             wish.future.cancel()
@@ -212,6 +213,7 @@ class Server:
                 self._log.info("worker %d left", session.worker)
             finally:
                 self._leave(session)
+            end.close(self._reason)
         except Exception as error:
             self._fail(error)
             end.close(self._reason)

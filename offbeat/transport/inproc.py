@@ -2,6 +2,8 @@
 tensors."""
 
 import queue
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -83,6 +85,7 @@ class InprocListener(Listener):
         self._requests: queue.SimpleQueue[InprocServerEnd | ConnectionClosedError] = (
             queue.SimpleQueue()
         )
+        self._door = threading.Lock()
         self._closed = False
 
     def connect(
@@ -98,10 +101,11 @@ class InprocListener(Listener):
 
         `params`, where given, becomes the reply slot's memory: replies then need no further copy.
         """
-        if self._closed:
-            raise ConnectionClosedError("the server takes nobody in any more")
         channel = _Channel(layout, params)
-        self._requests.put(InprocServerEnd(channel, hello))
+        with self._door:
+            if self._closed:
+                raise ConnectionClosedError("the server takes nobody in any more")
+            self._requests.put(InprocServerEnd(channel, hello))
         welcome = _take(channel.to_worker, timeout_s)
         if welcome is None:
             raise ConnectionClosedError(f"no answer from the server within {timeout_s:g} s")
@@ -118,8 +122,21 @@ class InprocListener(Listener):
         return request
 
     def close(self) -> None:
-        self._closed = True
-        self._requests.put(ConnectionClosedError("the listener was closed"))
+        with self._door:
+            self._closed = True
+            for request in self._waiting():
+                request.refuse("the server takes nobody in any more")
+            self._requests.put(ConnectionClosedError("the listener was closed"))
+
+    def _waiting(self) -> Iterator[InprocServerEnd]:
+        """Take out whoever waits to be let in."""
+        while True:
+            try:
+                request = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(request, InprocServerEnd):
+                yield request
 
 
 def _take(mailbox: _Mailbox, timeout_s: float) -> Header | None:
