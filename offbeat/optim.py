@@ -119,16 +119,19 @@ def constant() -> Schedule:
     return lambda version, total: 1.0
 
 
-def cosine(*, warmup: int = 0, final: float = 0.0) -> Schedule:
-    """Up in a line over `warmup` updates, then down to `final` along half a cosine at the run's
-    end."""
+def cosine(*, warmup: float = 0, final: float = 0.0) -> Schedule:
+    """Up in a line during `warmup`, then down to `final` along half a cosine at the run's end.
+
+    `warmup` is a number of updates, or below 1 the fraction of the run.
+    """
 
     def schedule(version: int, total: int | None) -> float:
         if total is None:
             raise ConfigError("the cosine schedule needs to know the run's length: give --steps")
-        if version < warmup:
-            return (version + 1) / warmup
-        progress = min(1.0, (version - warmup) / max(1, total - warmup))
+        rising = warmup if warmup >= 1 else warmup * total
+        if version < rising:
+            return (version + 1) / (rising + 1)
+        progress = min(1.0, (version - rising) / max(1, total - rising))
         return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return schedule

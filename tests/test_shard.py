@@ -192,8 +192,10 @@ def test_the_schedule_is_a_function_of_the_version() -> None:
 
 def test_cosine_warms_up_and_ends_at_its_final_value() -> None:
     schedule = cosine(warmup=4, final=0.1)
-    assert [schedule(v, 100) for v in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [schedule(v, 100) for v in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert schedule(4, 100) == 1.0
+    by_fraction = cosine(warmup=0.04, final=0.1)
+    assert [by_fraction(v, 100) for v in range(101)] == [schedule(v, 100) for v in range(101)]
     assert schedule(52, 100) == pytest.approx(0.55)
     assert schedule(100, 100) == schedule(200, 100) == pytest.approx(0.1)
     assert constant()(17, None) == 1.0
