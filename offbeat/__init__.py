@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.version import __version__
 
 if TYPE_CHECKING:
-    from offbeat.api import Result, train
+    from offbeat.api import Result, load, train
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
@@ -42,6 +42,7 @@ _HOME = {
     "accuracy": "recipes.base",
     "constant": "optim",
     "cosine": "optim",
+    "load": "api",
     "load_dataset": "data.datasets",
     "step_decay": "optim",
     "train": "api",
@@ -64,6 +65,7 @@ __all__ = [
     "accuracy",
     "constant",
     "cosine",
+    "load",
     "load_dataset",
     "step_decay",
     "train",

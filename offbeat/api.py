@@ -1,6 +1,7 @@
 """`train(...) -> Result`: the same thing as `offbeat train`, from Python."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 from offbeat.checkpoint import newest_checkpoint
 from offbeat.config import TrainConfig, make_config
 from offbeat.engines.inproc import InprocEngine
+from offbeat.errors import RecipeError
 from offbeat.job import Job, make_job
 from offbeat.progress import make_display
 from offbeat.recipes.base import Recipe, load_recipe
@@ -61,7 +63,13 @@ class Result:
     def state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
         """The final weights, for `load_state_dict`; with `ema`, their moving average, which is
         what was scored where the recipe has one."""
-        return newest_checkpoint(RunFolder(self.run_dir).checkpoints).state_dict(ema=ema)
+        return load(self.run_dir, ema=ema)
+
+
+def load(run_dir: str | Path, *, ema: bool = False) -> dict[str, Tensor]:
+    """The newest weights in a run's folder, for `load_state_dict`; damaged checkpoints are passed
+    over. With `ema`, their moving average where the recipe has one."""
+    return newest_checkpoint(RunFolder(Path(run_dir)).checkpoints).state_dict(ema=ema)
 
 
 def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
@@ -108,10 +116,14 @@ def _title(job: Job, folder: RunFolder) -> str:
 
 
 def _name_of(recipe: Recipe) -> str:
-    """What a recipe is called in the script that was started, for the run's folder and books."""
-    main = sys.modules.get("__main__")
-    script = getattr(main, "__file__", None)
-    for name, value in vars(main).items() if main else ():
-        if value is recipe and script:
-            return f"{Path(script).name}:{name}"
+    """Where --recipe would find this one, for the run's folder and books."""
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"train takes a Recipe or the name of one, not a {type(recipe).__name__}")
+    for module_name, module in list(sys.modules.items()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is recipe:
+                script = getattr(module, "__file__", None)
+                if module_name != "__main__" or script is None:
+                    return f"{module_name}:{name}"
+                return f"{os.path.relpath(script)}:{name}"
     return "custom"

@@ -2,12 +2,16 @@
 
     offbeat train --discipline lock-free --workers 4
 
-Exit codes: 0 done; 1 the run failed; 2 something was wrong with what was asked for; 130 Ctrl-C.
+Exit codes: 0 done; 1 the run failed; 2 something was wrong with what was asked for; 130 stopped by
+Ctrl-C, SIGTERM or SIGHUP.
 """
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from offbeat.config import (
@@ -34,13 +38,32 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
-        return _train(_read_flags(arguments))
+        config = _read_flags(arguments)
+        with _signals_as_ctrl_c():
+            return _train(config)
     except OffbeatError as error:
         print(f"offbeat: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("offbeat: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _signals_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM (a batch system's) and SIGHUP (a closed terminal's) end a run as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _read_flags(arguments: list[str]) -> TrainConfig:

@@ -11,6 +11,7 @@ instant. A flag beats a file beats a default:
 import dataclasses
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmspro
 DISCIPLINE_OPTIONS = ("reduce", "backup_workers", "round_timeout", "staleness")
 """Options that mean something under one discipline only."""
 DEFAULT_STALENESS = 1.0
+MOST_THREADS = 1024
 
 
 def _option(
@@ -50,7 +52,7 @@ def number(value: Any) -> float:
 def text(value: Any) -> str:
     if not isinstance(value, str | Path):
         raise ValueError
-    return str(value)
+    return os.path.expanduser(value)  # noqa: PTH111 - a recipe's name is no path
 
 
 def yes_or_no(value: Any) -> bool:
@@ -82,14 +84,16 @@ class TrainConfig:
     servers: int = _option(1, whole, "parameter servers, each with a slice of the parameters")
     workers: int = _option(2, whole, "workers, the master among them")
     epochs: int | None = _option(
-        None, whole, "passes of each worker over its own share of the data"
+        None, whole, "passes of each worker over its own share of the data (default: the recipe's)"
     )
     steps: int | None = _option(None, whole, "gradients per worker, instead of --epochs")
-    batch_size: int | None = _option(None, whole, "examples per gradient")
+    batch_size: int | None = _option(None, whole, "examples per gradient (default: the recipe's)")
     optimizer: str | None = _option(
         None, text, "the servers' optimizer instead of the recipe's", choices=OPTIMIZERS
     )
-    lr: float | None = _option(None, number, "learning rate, before the recipe's schedule")
+    lr: float | None = _option(
+        None, number, "learning rate, before the recipe's schedule (default: the recipe's)"
+    )
     fused: bool = _option(
         False,
         yes_or_no,
@@ -103,10 +107,12 @@ class TrainConfig:
         math.inf, number, "sync: close a round this many seconds after its first gradient"
     )
     staleness: float | None = _option(
-        None, number, "bounded: how many steps one may be ahead of the slowest (inf: any number)"
+        None, number, "bounded: how many steps one may be ahead of the slowest, or inf (default: 1)"
     )
     seed: int = _option(0, whole, "seed of weights, shares, orders and augmentation")
-    threads: int | None = _option(None, whole, "CPU threads of each worker")
+    threads: int | None = _option(
+        None, whole, "CPU threads of each worker (default: the cores, shared out)"
+    )
     engine: str = _option(
         "inproc", text, "what starts the roles; inproc: threads of this process", choices=ENGINES
     )
@@ -131,6 +137,8 @@ class TrainConfig:
             value = getattr(config, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
+        if config.threads is not None and config.threads > MOST_THREADS:
+            raise ConfigError(f"threads must be at most {MOST_THREADS}, not {config.threads}")
         for name in ("lr", "round_timeout"):
             value = getattr(config, name)
             if value is not None and value <= 0:
@@ -191,7 +199,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         form = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {form}: {error}") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("config"), dict):
-        loaded = loaded["config"]  # a run's config.json: its other keys tell where it ran
+        # a run's config.json: its other keys tell where it ran, and its folder is taken
+        loaded = {k: v for k, v in loaded["config"].items() if k != "run_dir"}
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} holds no table of options")
     values = {key.replace("-", "_"): value for key, value in loaded.items()}

@@ -15,6 +15,7 @@ OffbeatError
 """
 
 import difflib
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,8 +85,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Somebody else's exception: its type, its first line, and where it was raised."""
+    """Somebody else's exception: its type, its first line, where in the user's code it arose."""
     first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, OffbeatError):
+        return first
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first}{place}"
+    places = [f for f in frames if _is_the_users(f.filename)] or frames
+    if not places or isinstance(error, SyntaxError):  # whose message says where
+        return f"{type(error).__name__}: {first}"
+    place = f"{Path(places[-1].filename).name}, line {places[-1].lineno}"
+    return f"{type(error).__name__}: {first} ({place})"
+
+
+def _is_the_users(filename: str) -> bool:
+    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    return "site-packages" not in filename and not filename.startswith(others)

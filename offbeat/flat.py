@@ -121,6 +121,10 @@ def describe(module: nn.Module) -> Manifest:
             raise ModelError(
                 f"parameter {name} has no shape yet: run a batch through the model first"
             )
+        if parameter.device.type != "cpu":
+            raise ModelError(
+                f"parameter {name} is on {parameter.device}; model() must return it on the CPU"
+            )
         if not parameter.requires_grad:
             frozen.append(name)
         elif parameter.is_complex():

@@ -116,7 +116,10 @@ class Job:
                 if step == config.steps:
                     return
             if step == first:
-                raise DataError(f"the training data has nothing for worker {rank}: fewer --workers")
+                raise DataError(
+                    f"the training data has nothing for worker {rank}: it is empty, or there are "
+                    f"more workers than examples"
+                )
             epoch += 1
 
 
@@ -204,7 +207,7 @@ def _from_recipe(what: str, call: Callable[[], Any]) -> Any:
         return call()
     except OffbeatError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"the recipe's {what} function failed: {in_a_line(error)}") from error
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 WINDOW_S = 5.0
 """Rates are those of the last so many seconds."""
 LINE_EVERY_S = 5.0
+REDRAW_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,14 +22,15 @@ class Status:
     loss: float | None
     staleness: float | None
     metric_name: str
-    metric: float | None
+    score: tuple[int, float] | None
+    """The version that was scored last, and the metric it got."""
 
 
 def say(line: str) -> None:
-    """Print a line. When whoever read the output has gone (`| head`), go on without a reader."""
+    """Print a line. When nobody can read it any more (`| head`, a full disk), go on without."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:
+    except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -41,12 +43,15 @@ class Display(ABC):
     def update(self, status: Status) -> None: ...
 
     @abstractmethod
+    def notice(self, text: str) -> None: ...
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
 def make_display(title: str, total: int | None, *, quiet: bool) -> Display:
     """The display that fits where the output goes; `total` gradients are expected, if known."""
-    if quiet:
+    if quiet or sys.stdout is None:
         return _Silent()
     if sys.stdout.isatty():
         return _Bar(title, total)
@@ -57,40 +62,49 @@ class _Silent(Display):
     def update(self, status: Status) -> None:
         pass
 
+    def notice(self, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
 
 class _Rates:
-    """Gradients and examples per second over the last few seconds."""
+    """Gradients and examples per second over the last few seconds in which there were any."""
 
     def __init__(self) -> None:
         self._history: deque[Status] = deque()
 
-    def add(self, status: Status) -> tuple[float, float]:
-        self._history.append(status)
-        while status.at_s - self._history[0].at_s > WINDOW_S:
-            self._history.popleft()
-        first = self._history[0]
-        time_s = status.at_s - first.at_s
+    def add(self, status: Status) -> tuple[float, float] | None:
+        history = self._history
+        if not history or status.num_gradients > history[-1].num_gradients:
+            history.append(status)
+        while history[-1].at_s - history[0].at_s > WINDOW_S and len(history) > 2:
+            history.popleft()
+        first, last = history[0], history[-1]
+        time_s = last.at_s - first.at_s
         if not time_s:
-            return 0.0, 0.0
+            return None
         return (
-            (status.num_gradients - first.num_gradients) / time_s,
-            (status.num_examples - first.num_examples) / time_s,
+            (last.num_gradients - first.num_gradients) / time_s,
+            (last.num_examples - first.num_examples) / time_s,
         )
 
 
-def figures(status: Status, rates: tuple[float, float], *, brief: bool = False) -> list[str]:
+def figures(status: Status, rates: tuple[float, float] | None, *, brief: bool = False) -> list[str]:
     """The numbers worth showing, each with its name; `brief` fits them into 80 columns."""
-    gradients, examples = ("grad/s", "ex/s") if brief else ("gradients/s", "examples/s")
-    shown = [f"{_short(rates[0])} {gradients}", f"{_short(rates[1])} {examples}"]
+    shown = []
+    if rates is not None:
+        gradients, examples = ("grad/s", "ex/s") if brief else ("gradients/s", "examples/s")
+        shown += [f"{_short(rates[0])} {gradients}", f"{_short(rates[1])} {examples}"]
     if status.loss is not None:
         shown.append(f"loss {status.loss:.3f}")
     if status.staleness is not None:
         shown.append(f"staleness {status.staleness:.1f}")
-    if status.metric is not None:
-        shown.append(f"test {status.metric_name} {status.metric:.4f}")
+    if status.score is not None:
+        version, metric = status.score
+        where = "" if brief else f" at version {version}"
+        shown.append(f"test {status.metric_name} {metric:.4f}{where}")
     return shown
 
 
@@ -101,18 +115,21 @@ class _Lines(Display):
         self._total = total
         self._rates = _Rates()
         self._next_s = LINE_EVERY_S
-        self._metric: float | None = None
+        self._score: tuple[int, float] | None = None
         say(title)
 
     def update(self, status: Status) -> None:
         rates = self._rates.add(status)
-        if status.at_s < self._next_s and status.metric == self._metric:
+        if status.at_s < self._next_s and status.score == self._score:
             return
         self._next_s = status.at_s + LINE_EVERY_S
-        self._metric = status.metric
+        self._score = status.score
         done = f"{status.num_gradients}" + (f"/{self._total}" if self._total else "")
         line = ", ".join([f"gradient {done}", *figures(status, rates)])
         say(f"{status.at_s:7.1f} s: {line}")
+
+    def notice(self, text: str) -> None:
+        say(text)
 
     def close(self) -> None:
         pass
@@ -153,12 +170,14 @@ class _Bar(Display):
 
     def update(self, status: Status) -> None:
         rates = self._rates.add(status)
-        if status.at_s < self._next_s:
-            return
-        self._next_s = status.at_s + 0.2
         self._progress.update(self._task, completed=status.num_gradients)
-        self._text.plain = " · ".join(figures(status, rates, brief=True))
-        self._live.refresh()
+        self._text.plain = " · ".join(figures(status, rates, brief=True)) or "starting"
+        if status.at_s >= self._next_s:
+            self._next_s = status.at_s + REDRAW_EVERY_S
+            self._live.refresh()
+
+    def notice(self, text: str) -> None:
+        self._live.console.print(text, markup=False)
 
     def close(self) -> None:
         self._live.refresh()

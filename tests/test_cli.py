@@ -25,6 +25,8 @@ no_model = toy_recipe(model=lambda: torch.nn.ReLU())
 no_data = toy_recipe(data=lambda config: 1 / 0)
 one_model = toy_recipe().model()
 same_model = toy_recipe(model=lambda: one_model)
+exits = toy_recipe(model=lambda: sys.exit(3))
+on_meta = toy_recipe(model=lambda: torch.nn.Linear(6, 3, device="meta"))
 bad_schedule = toy_recipe(schedule=lambda version: 1.0)
 from offbeat import SGD
 no_group = toy_recipe(optimizer=SGD(groups={{"*.bais": {{"lr": 1.0}}}}))
@@ -71,8 +73,9 @@ def test_flags_beat_the_file_also_where_they_exclude_each_other(
     assert main(["train", "--config", "c.toml", "--steps=3", "--run-dir", "r", "--quiet"]) == 0
     summary = json.loads(Path("r/summary.json").read_text())
     assert (summary["gradients"], summary["num_workers"]) == (3, 1)
-    assert main(["train", "--config", "r/config.json", "--run-dir", "r2", "--quiet"]) == 0
-    assert json.loads(Path("r2/summary.json").read_text())["gradients"] == 3
+    assert main(["train", "--config", "r/config.json", "--quiet"]) == 0, "not into the old folder"
+    (again,) = Path("runs").iterdir()
+    assert json.loads((again / "summary.json").read_text())["gradients"] == 3
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,8 @@ def test_a_diverging_run_exits_with_1_and_names_step_and_worker(
         ("no_data", "the recipe's data function failed: ZeroDivisionError"),
         ("recipee", "did you mean 'recipe'"),
         ("same_model", "the same model twice"),
+        ("exits", "the recipe's model function failed: SystemExit"),
+        ("on_meta", "must return it on the CPU"),
         ("bad_schedule", "the recipe's schedule function failed: TypeError"),
         ("no_group", "'*.bais' matches no parameter"),
     ],
@@ -131,7 +136,10 @@ def test_a_folder_that_cannot_be_made_is_one_line(
     assert "choose another --run-dir" in error and len(error.splitlines()) == 1
 
 
-def test_ctrl_c_from_outside_ends_cleanly_with_a_checkpoint(recipes: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_from_outside_ends_cleanly_with_a_checkpoint(
+    recipes: str, number: signal.Signals
+) -> None:
     command = [sys.executable, "-m", "offbeat", "train", "--recipe", f"{recipes}:recipe"]
     process = subprocess.Popen(
         [*command, "--steps", "10000000", "--run-dir", "r"],
@@ -144,10 +152,11 @@ def test_ctrl_c_from_outside_ends_cleanly_with_a_checkpoint(recipes: str, tmp_pa
     for line in process.stdout:
         if "gradients/s" in line:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert "interrupted; what was learned is in r" in error
+    assert "Ctrl-C again to give up" in out
     assert "Final Cost" in out and "Traceback" not in error
     summary = json.loads(Path("r/summary.json").read_text())
     assert summary["status"] == "interrupted" and summary["gradients"] > 0
@@ -168,7 +177,7 @@ def status(num_gradients: int, at_s: float) -> Status:
         loss=0.5,
         staleness=1.0,
         metric_name="accuracy",
-        metric=0.88125,
+        score=(480, 0.88125),
     )
 
 
@@ -180,7 +189,9 @@ def test_the_bar_fits_into_80_columns(
     monkeypatch.setenv("TERM", "xterm-256color")
     display = make_display("title", 1000, quiet=False)
     display.update(status(0, 0.0))
-    display.update(status(500, 2.0))
+    display.update(status(499, 1.9))
+    display.update(status(500, 2.0))  # too soon to be drawn by itself; the end draws it
+    display.notice("stopping")
     display.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     assert "250 grad/s · 12,500 ex/s · loss 0.500 · staleness 1.0 · test accuracy 0.8812" in shown
@@ -197,3 +208,24 @@ def test_a_recipe_may_import_what_lies_beside_it_when_it_needs_it(
         assert main(["train", "--recipe", f"{recipes}:lazy", "--run-dir", "r", "--quiet"]) == 0
     finally:
         sys.modules.pop("beside", None)
+
+
+@pytest.mark.parametrize("where", [">&-", "> /dev/full"])
+def test_an_output_that_cannot_be_written_to_does_not_end_the_run(recipes: str, where: str) -> None:
+    command = f"{sys.executable} -m offbeat train --recipe {recipes}:recipe --run-dir r {where}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert json.loads(Path("r/summary.json").read_text())["status"] == "finished"
+
+
+def test_rates_are_those_of_the_time_in_which_gradients_came(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display = make_display("title", 100, quiet=False)
+    display.update(status(0, 0.0))
+    display.update(status(100, 2.0))
+    display.update(status(100, 60.0))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "gradient 100/100, 50.0 gradients/s, 2,500 examples/s" in line, "no decay while scoring"
+    assert "test accuracy 0.8812 at version 480" in line
+    display.close()

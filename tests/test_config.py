@@ -80,6 +80,7 @@ def test_bounded_takes_its_number_both_ways(given: dict[str, Any], staleness: fl
         ({"steps": 5, "epochs": 1}, "give one of the two"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"threads": 0}, "threads must be at least 1"),
+        ({"threads": 100_000}, "threads must be at most 1024"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"eval_every": -1}, "eval_every must be at least 0"),
         ({"discipline": "synch"}, "unknown discipline 'synch'; did you mean 'sync'"),

@@ -79,7 +79,7 @@ GOOD = idx([2, 28, 28], bytes(2 * 784))
     ("raw", "message"),
     [
         (GOOD[:-1], "holds 1567 of the 1568 bytes"),
-        (GOOD + b"x", "holds more of the 1568 bytes"),
+        (GOOD + b"x", "holds more than the 1568 bytes"),
         (GOOD[:9], "ends inside its header"),
         (b"", "not an idx file"),
         (b"PK\x03\x04 something else entirely", "not an idx file"),

@@ -1,8 +1,12 @@
 """Training in one process, from the configuration to the run's folder."""
 
 import json
+import logging
 import math
+import threading
+import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,13 @@ import offbeat
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
 from offbeat.config import DISCIPLINES
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
-from offbeat.events import read_events
+from offbeat.events import EventLog, read_events
 from offbeat.optim import Optimizer
+from offbeat.roles.master import Master
+from offbeat.roles.server import Snapshot
+from offbeat.roles.worker import Worker
+from offbeat.transport.base import Header
+from offbeat.transport.inproc import InprocListener
 
 OPTIMIZERS = {
     "sgd": SGD(lr=0.1),
@@ -430,6 +439,34 @@ def test_an_error_in_the_evaluator_does_not_stop_training_but_fails_the_run(run_
         train(toy_recipe(metric=metric), run_dir, workers=2, eval_every=5)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["gradients"] == 48
+    assert "Traceback" in (run_dir / "logs" / "evaluator.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"loss": lambda model, batch: 0.5},
+            "loss must return a tensor of one number, not a float",
+        ),
+        ({"loss": lambda model, batch: model(batch[0])}, r"not a tensor of shape \(10, 3\)"),
+        ({"loss": lambda model, batch: torch.tensor(1.0)}, "depends on no parameter"),
+        ({"metric": lambda model, batch: 0.5}, "metric must return a sum and a count"),
+    ],
+)
+def test_functions_that_return_something_else_are_named(
+    run_dir: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RoleError, match=message):
+        train(toy_recipe(**fields), run_dir)
+
+
+def test_load_gives_the_newest_weights_of_a_run(run_dir: Path) -> None:
+    result = train(toy_recipe(), run_dir, workers=1, steps=5)
+    assert_same(offbeat.load(run_dir), result.state_dict())
+    toy_model().load_state_dict(offbeat.load(str(run_dir)))
+    with pytest.raises(offbeat.RunError, match="no valid checkpoint"):
+        offbeat.load(run_dir / "nowhere")
 
 
 def test_ctrl_c_keeps_what_was_learned(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,14 +510,6 @@ def test_each_server_sees_only_its_slice() -> None:
 
 def test_a_worker_goes_on_only_when_every_server_has_replied(tmp_path: Path) -> None:
     """Two slices; the second server's replies are held back, so no second push comes."""
-    import logging
-    import threading
-
-    from offbeat.events import EventLog
-    from offbeat.roles.worker import Worker
-    from offbeat.transport.base import Header
-    from offbeat.transport.inproc import InprocListener
-
     job = toy_job(servers=2, workers=1, steps=2)
     listeners = [InprocListener(), InprocListener()]
     stop = threading.Event()
@@ -632,8 +661,62 @@ def test_data_sees_the_resolved_configuration(run_dir: Path) -> None:
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"loss": None}, "loss must be a function"),
+        ({"batch_size": "a"}, "batch_size must be at least 1, not 'a'"),
+        ({"model": toy_model()}, "must be a function that makes a new one"),
     ],
 )
 def test_a_recipe_is_checked_where_it_is_made(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         toy_recipe(**fields)
+
+
+class ScriptedServer:
+    """Stands in for a server: answers each wish for a snapshot with its script's next version."""
+
+    def __init__(self, versions: list[int]) -> None:
+        self.versions = versions
+        self.asked: list[int] = []
+        self.shard = types.SimpleNamespace(version=0)
+
+    def snapshot(self, at_version: int = 0) -> "Future[Snapshot]":
+        self.asked.append(at_version)
+        future: Future[Snapshot] = Future()
+        if self.versions:
+            self.shard.version = self.versions.pop(0)
+            state = {"params": torch.zeros(26)}
+            future.set_result(Snapshot(self.shard.version, state, {}))
+        return future
+
+
+def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_path: Path) -> None:
+    servers = [ScriptedServer([0, 10, 21, 40]), ScriptedServer([0, 11, 20, 40])]
+    (tmp_path / "checkpoints").mkdir()
+    committed: list[Path] = []
+    events = EventLog(tmp_path / "master.jsonl")
+
+    def remember(path: Path) -> None:
+        committed.append(path)
+        master.finish()
+
+    master = Master(
+        toy_job(servers=2, workers=1, eval_every=10),
+        servers,  # type: ignore[arg-type]
+        tmp_path / "checkpoints",
+        {},
+        committed=remember,
+        events=events,
+        log=logging.Logger("test"),
+        clock=lambda: 0.0,
+    )
+    master.run()
+    events.close()
+    assert [path.name for path in committed] == ["00000040"]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["00000000", "00000040"]
+    assert servers[0].asked == servers[1].asked == [0, 10, 20, 30]
+
+
+def test_train_takes_recipes_and_names_only() -> None:
+    for wrong in (5, None, toy_model):
+        with pytest.raises(RecipeError, match="train takes a Recipe or the name of one"):
+            offbeat.train(wrong)  # type: ignore[arg-type]

@@ -38,8 +38,8 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if len(body) != size:
-        found = "more" if len(body) > size else str(len(body))
-        raise DataError(f"{path} holds {found} of the {size} bytes that its header promises")
+        found = "more than" if len(body) > size else f"{len(body)} of"
+        raise DataError(f"{path} holds {found} the {size} bytes that its header promises")
     return torch.frombuffer(bytearray(body), dtype=torch.uint8).reshape(shape)
 
 

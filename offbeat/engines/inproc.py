@@ -66,7 +66,9 @@ class InprocEngine:
         try:
             for server in self.servers:
                 server.start()
-            master = self._start("master", self.master.run, self._role_failed("the master"))
+            master = self._start(
+                "master", self.master.run, self._role_failed("master", self.master.log)
+            )
             evaluator = self._start_evaluator()
             self._watch(
                 [
@@ -75,7 +77,9 @@ class InprocEngine:
                 ]
             )
             finish = lambda: self._finish(master, evaluator)  # noqa: E731
-            self._watch([self._start("finish", finish, self._role_failed("the run's end"))])
+            self._watch(
+                [self._start("finish", finish, self._role_failed("master", self.master.log))]
+            )
         except KeyboardInterrupt:
             self.interrupted = True
             raise
@@ -89,6 +93,7 @@ class InprocEngine:
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
         """Show progress until these threads are done. The only place where the main thread waits:
         the first Ctrl-C stops the workers, the second gives up."""
+        self.display.update(self._status())
         while any(thread.is_alive() for thread in threads):
             try:
                 for thread in threads:
@@ -101,6 +106,7 @@ class InprocEngine:
                 if self.interrupted:
                     raise
                 self.interrupted = True
+                self.display.notice("stopping: keeping what was learned; Ctrl-C again to give up")
                 self.stop.set()
 
     def _finish(self, master: threading.Thread, evaluator: threading.Thread | None) -> None:
@@ -217,7 +223,9 @@ class InprocEngine:
     def _start_evaluator(self) -> threading.Thread | None:
         if self.evaluator is None:
             return None
-        return self._start("evaluator", self.evaluator.run, self._role_failed("the evaluator"))
+        return self._start(
+            "evaluator", self.evaluator.run, self._role_failed("evaluator", self.evaluator.log)
+        )
 
     def _worker_failed(self, worker: Worker) -> Callable[[BaseException], None]:
         def failed(error: BaseException) -> None:
@@ -227,29 +235,31 @@ class InprocEngine:
             if isinstance(error, NonFiniteLossError):
                 self.failures.append(error)
             else:
-                self.failures.append(
-                    RoleError(
-                        f"worker {worker.rank} failed at step {worker.step}: {in_a_line(error)}; "
-                        f"the traceback is in {self.folder.logs / f'worker-{worker.rank}.log'}"
-                    )
-                )
+                role, step = f"worker-{worker.rank}", f" at step {worker.step}"
+                self.failures.append(self._failure(role, error, step))
             self.stop.set()
 
         return failed
 
-    def _role_failed(self, who: str) -> Callable[[BaseException], None]:
+    def _role_failed(self, role: str, log: logging.Logger) -> Callable[[BaseException], None]:
         def failed(error: BaseException) -> None:
-            self.failures.append(RoleError(f"{who} failed: {in_a_line(error)}"))
+            log.error("failed", exc_info=error)
+            self.failures.append(self._failure(role, error))
 
         return failed
+
+    def _failure(self, role: str, error: BaseException, when: str = "") -> RoleError:
+        kind, _, number = role.partition("-")
+        who = f"{'server' if kind == 'ps' else kind} {number}" if number else f"the {kind}"
+        log = self.folder.logs / f"{role}.log"
+        return RoleError(f"{who} failed{when}: {in_a_line(error)}; the traceback is in {log}")
 
     def _look_for_failed_servers(self) -> None:
         """A server's failure comes first: what the workers then complain of follows from it."""
         for server in self.servers:
             if server.failure is not None:
-                line = in_a_line(server.failure)
+                self.failures.insert(0, self._failure(f"ps-{server.index}", server.failure))
                 server.failure = None
-                self.failures.insert(0, RoleError(f"server {server.index} failed: {line}"))
                 self.stop.set()
 
     def _status(self) -> Status:
@@ -263,5 +273,5 @@ class InprocEngine:
             loss=sum(losses) / len(losses) if losses else None,
             staleness=sum(staleness) / len(staleness) if staleness else None,
             metric_name=metric_name(self.job.recipe),
-            metric=self.evaluator.latest if self.evaluator else None,
+            score=self.evaluator.latest if self.evaluator else None,
         )

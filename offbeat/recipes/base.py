@@ -61,6 +61,11 @@ class Recipe:
     epochs: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module):
+            raise RecipeError(
+                "a recipe's model must be a function that makes a new one, as lambda: Net(); every "
+                "worker needs a model of its own"
+            )
         for name in ("model", "data", "loss", "metric", "schedule"):
             if not callable(getattr(self, name)):
                 raise RecipeError(f"a recipe's {name} must be a function")
@@ -69,8 +74,9 @@ class Recipe:
                 "a recipe's optimizer must be one of offbeat's, as offbeat.SGD(lr=0.1)"
             )
         for name in ("batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"a recipe's {name} must be at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise RecipeError(f"a recipe's {name} must be at least 1, not {value!r}")
 
 
 def load_recipe(name: str) -> Recipe:
@@ -108,7 +114,7 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except OffbeatError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"importing {path} failed: {in_a_line(error)}") from error
     return module
 
@@ -119,7 +125,7 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except OffbeatError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"importing {name} failed: {in_a_line(error)}") from error
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from offbeat.checkpoint import load_checkpoint
 from offbeat.data.batches import Source
-from offbeat.errors import CheckpointError, DataError
+from offbeat.errors import CheckpointError, DataError, RecipeError
 from offbeat.events import EventLog
 from offbeat.job import Job
 from offbeat.recipes.base import Recipe
@@ -35,10 +35,11 @@ class Evaluator:
         clock: Callable[[], float],
     ) -> None:
         self.job = job
-        self.latest: float | None = None
+        self.log = log
+        self.latest: tuple[int, float] | None = None
+        """The version that was scored last, and what it scored."""
         self._module = module
         self._events = events
-        self._log = log
         self._clock = clock
         self._paths: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
 
@@ -68,12 +69,12 @@ class Evaluator:
         try:
             checkpoint = load_checkpoint(path)
         except CheckpointError as error:  # pruned while we looked the other way
-            self._log.warning("%s", error)
+            self.log.warning("%s", error)
             return
         load_state(self._module, checkpoint.state_dict(ema=True))
         metric, count = evaluate(self._module, self.job.recipe, self.job.test)
-        self.latest = metric
-        self._log.info(
+        self.latest = (checkpoint.version, metric)
+        self.log.info(
             "version %d: %s %.4f", checkpoint.version, metric_name(self.job.recipe), metric
         )
         self._events.record(
@@ -99,9 +100,11 @@ def evaluate(module: nn.Module, recipe: Recipe, test: Source) -> tuple[float, fl
     total = count = 0.0
     with torch.no_grad():
         for batch in test.in_order(BATCH_SIZE):
-            batch_sum, batch_count = recipe.metric(module, batch)
-            total += float(batch_sum)
-            count += float(batch_count)
+            found = recipe.metric(module, batch)
+            if not isinstance(found, tuple) or len(found) != 2:
+                raise RecipeError("the recipe's metric must return a sum and a count")
+            total += float(found[0])
+            count += float(found[1])
     if not count:
         raise DataError("the test data is empty, or the recipe's metric counted nothing")
     return total / count, count

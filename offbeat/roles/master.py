@@ -46,7 +46,7 @@ class Master:
         self._frozen = frozen
         self._committed = committed
         self._events = events
-        self._log = log
+        self.log = log
         self._clock = clock
         self._finished = threading.Event()
         self._last_versions: list[int] = []
@@ -96,7 +96,7 @@ class Master:
         try:
             self._commit(snapshots)
         except CheckpointError as error:  # training goes on; the next one may succeed
-            self._log.error("%s", error)
+            self.log.error("%s", error)
 
     def _commit(self, snapshots: Sequence[Snapshot]) -> None:
         for index, snapshot in enumerate(snapshots):
@@ -118,7 +118,7 @@ class Master:
         self._last_versions = [s.version for s in snapshots]
         at_s = self._clock()
         self._events.record("run", phase="checkpoint", version=checkpoint.version, at_s=at_s)
-        self._log.info("committed %s", path.name)
+        self.log.info("committed %s", path.name)
         if checkpoint.version:
             self._committed(path)
 

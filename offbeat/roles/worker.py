@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.data.batches import Batch, batch_length
-from offbeat.errors import NonFiniteLossError
+from offbeat.errors import NonFiniteLossError, RecipeError
 from offbeat.events import EventLog
 from offbeat.flat import FlatModel
 from offbeat.job import Job
@@ -113,6 +113,7 @@ class Worker:
         if self.step % IDENTITY_CHECK_EVERY == 1:
             self.model.check_identity()
         loss = self.job.recipe.loss(self.model.module, batch)
+        _check_loss(loss)
         value = loss.item()
         if not math.isfinite(value):
             raise NonFiniteLossError(value, self.rank, self.step)
@@ -152,6 +153,18 @@ class Worker:
         self.stats.num_steps += 1
         self.stats.num_examples += batch_length(batch)
         self.stats.loss = loss
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        found = "one that depends on no parameter"
+    else:
+        return
+    raise RecipeError(f"the recipe's loss must return a tensor of one number, not {found}")
 
 
 def _pooled(replies: Sequence[Header]) -> str:
