@@ -143,18 +143,24 @@ def test_a_server_that_leaves_is_noticed_with_its_reason(
             worker.wait_reply(T)
 
 
-def test_a_refusal_reaches_the_worker(transport: tuple[Listener, Connect]) -> None:
-    listener, connect = transport
-    errors: list[Exception] = []
+def try_to_join(connect: Connect, errors: list[Exception]) -> threading.Thread:
+    """Ask to come in, in a thread of its own; what is answered instead of a welcome is kept."""
 
-    def try_to_join() -> None:
+    def join() -> None:
         try:
             connect()
         except ConnectionClosedError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=try_to_join)
+    thread = threading.Thread(target=join)
     thread.start()
+    return thread
+
+
+def test_a_refusal_reaches_the_worker(transport: tuple[Listener, Connect]) -> None:
+    listener, connect = transport
+    errors: list[Exception] = []
+    thread = try_to_join(connect, errors)
     server = listener.accept(T)
     assert server is not None
     server.refuse("wrong model")
@@ -167,16 +173,7 @@ def test_a_worker_at_the_door_of_a_closing_listener_is_refused_at_once(
 ) -> None:
     listener, connect = transport
     errors: list[Exception] = []
-
-    def try_to_join() -> None:
-        try:
-            connect()
-        except ConnectionClosedError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=try_to_join) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    threads = [try_to_join(connect, errors) for _ in range(4)]
     listener.close()
     for thread in threads:
         thread.join(T / 2)
