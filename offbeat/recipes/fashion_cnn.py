@@ -58,9 +58,9 @@ recipe = Recipe(
     loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
     # Every discipline is to do well here, also where staleness comes in bursts. So no momentum,
     # which multiplies a stale gradient, and a long warm-up, which keeps early steps from diverging.
-    optimizer=SGD(lr=0.16),
+    optimizer=SGD(lr=0.12),
     schedule=cosine(warmup=0.25),
     augment=flip_and_shift,
     batch_size=50,
-    epochs=30,
+    epochs=36,
 )
