@@ -97,7 +97,6 @@ def test_the_default_recipe_learns_in_a_few_steps(run_dir: Path) -> None:
         {"discipline": "reply-apply", "servers": 2},
         {"discipline": "lock-free", "workers": 4},
         {"discipline": "bounded:1", "servers": 3},
-        {"discipline": "sync", "workers": 4, "reduce": "sum"},
     ],
 )
 def test_the_main_job_reaches_88_percent(run_dir: Path, options: dict[str, object]) -> None:

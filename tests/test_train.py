@@ -708,6 +708,7 @@ def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_pa
         log=logging.Logger("test"),
         clock=lambda: 0.0,
     )
+    master.commit_now()
     master.run()
     events.close()
     assert [path.name for path in committed] == ["00000040"]

@@ -66,6 +66,7 @@ class InprocEngine:
         try:
             for server in self.servers:
                 server.start()
+            self.master.commit_now()  # before anybody trains: version 0 of every shard
             master = self._start(
                 "master", self.master.run, self._role_failed("master", self.master.log)
             )
@@ -83,6 +84,8 @@ class InprocEngine:
         except KeyboardInterrupt:
             self.interrupted = True
             raise
+        except OffbeatError as error:
+            self.failures.append(error)
         finally:
             self._end(threads_before)
         if self.failures:

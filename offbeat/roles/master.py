@@ -23,7 +23,7 @@ SNAPSHOT_TIMEOUT_S = 60.0
 
 
 class Master:
-    """Commits a checkpoint at the start, every `eval_every` updates, and when asked to.
+    """Commits a checkpoint every `eval_every` updates, and when asked to: at the start and the end.
 
     `committed` is told of every one that is worth scoring: all but the one at the start.
     """
@@ -52,12 +52,11 @@ class Master:
         self._last_versions: list[int] = []
 
     def run(self) -> None:
-        """Commit at the start and at every multiple of `eval_every`, until `finish`.
+        """Commit at every multiple of `eval_every`, until `finish`.
 
         A shard that is past the version asked for answers with the one it is at. Where the shards
         then disagree they were asked too late: ask further ahead, instead of keeping a mixture.
         """
-        self.commit_now()
         every = self.job.config.eval_every
         ahead = 1
         while every and not self._finished.is_set():
