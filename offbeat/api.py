@@ -1,5 +1,6 @@
 """`train(...) -> Result`: the same thing as `offbeat train`, from Python."""
 
+import dataclasses
 import math
 import os
 import sys
@@ -12,16 +13,19 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from offbeat.checkpoint import newest_checkpoint
+from offbeat.checkpoint import newest_checkpoint, write_weights
 from offbeat.config import TrainConfig, make_config
+from offbeat.control import Control
 from offbeat.engines.inproc import InprocEngine
-from offbeat.errors import RecipeError
+from offbeat.engines.local import LocalEngine
+from offbeat.errors import CheckpointError, RecipeError
+from offbeat.flat import FlatModel
 from offbeat.job import Job, make_job
 from offbeat.progress import make_display
 from offbeat.recipes.base import Recipe, load_recipe
 from offbeat.report import summarise
 from offbeat.roles.evaluator import metric_name
-from offbeat.rundir import RunFolder, create_run_folder
+from offbeat.rundir import RunFolder, create_run_folder, describe_run
 
 
 @dataclass(frozen=True)
@@ -72,17 +76,43 @@ def load(run_dir: str | Path, *, ema: bool = False) -> dict[str, Tensor]:
     return newest_checkpoint(RunFolder(Path(run_dir)).checkpoints).state_dict(ema=ema)
 
 
+def export(run_dir: str | Path, file: str | Path, *, ema: bool = False) -> None:
+    """Write a run's newest weights, or their moving average, to a safetensors file."""
+    checkpoint = newest_checkpoint(RunFolder(Path(run_dir)).checkpoints)
+    if ema and not checkpoint.has_ema:
+        raise CheckpointError(f"{run_dir} keeps no moving average: its recipe has no ema")
+    write_weights(Path(file), checkpoint.state_dict(ema=ema))
+
+
 def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
     """Train `recipe` (a Recipe, or what --recipe takes); `options` are train's flags by name.
 
         offbeat.train(recipe, discipline="lock-free", workers=4, lr=0.05)
 
+    The processes of a run import the recipe by its name. One that has no name in any module (it was
+    made inside a function, or in a notebook) is trained in this process, unless told otherwise.
+
     Raises an OffbeatError: a UsageError when nothing was begun, a RunError when a run failed, after
     what could be kept has been kept.
     """
-    name = recipe if isinstance(recipe, str) else _name_of(recipe)
-    config = make_config({"recipe": name}, options)
-    return train_config(config, load_recipe(name) if isinstance(recipe, str) else recipe)
+    _refuse_recursion()
+    if isinstance(recipe, str):
+        return train_config(make_config({"recipe": recipe}, options), load_recipe(recipe))
+    name = _name_of(recipe)
+    if name is None:
+        if options.get("engine") == "local":
+            raise RecipeError(
+                "other processes cannot find this recipe: assign it to a name at the top level of "
+                "a module or script, or use engine='inproc'"
+            )
+        options = {**options, "engine": "inproc"}
+    return train_config(make_config({"recipe": name or "custom"}, options), recipe)
+
+
+def resume(run_dir: str | Path, **options: Any) -> Result:
+    """Go on with the run in `run_dir` from its newest valid checkpoint; `options` that are given
+    replace those it was started with."""
+    return resume_config(Path(run_dir), options)
 
 
 def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
@@ -90,18 +120,68 @@ def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
     began_s = time.monotonic()
     recipe = recipe or load_recipe(config.recipe)
     job = make_job(config, recipe)
-    replicas = job.make_replicas(config.workers + 1)
-    folder = create_run_folder(job.config, metric_name(recipe))
-    steps = [job.num_steps(rank) for rank in range(job.config.workers)]
+    replicas = job.make_replicas(config.workers + 1) if config.engine == "inproc" else []
+    return _run(job, replicas, create_run_folder(job.config), began_s, incarnation=0)
+
+
+def resume_config(
+    run_dir: Path, options: Mapping[str, Any], recipe: Recipe | None = None
+) -> Result:
+    folder = RunFolder(run_dir)
+    before, _ = folder.read_config()
+    length = {"steps", "epochs"} & set(options)
+    kept = {
+        key: value
+        for key, value in before.to_json().items()
+        if value is not None and not (length and key in ("steps", "epochs"))
+    }
+    config = make_config(kept, options, {"run_dir": str(run_dir)})
+    os.close(folder.lock())  # somebody else's run is left alone
+    checkpoint = newest_checkpoint(folder.checkpoints)
+    began_s = time.monotonic() - summarise(folder)["total_time_s"]
+    job = make_job(config, recipe or load_recipe(config.recipe), checkpoint)
+    replicas = job.make_replicas(config.workers + 1) if config.engine == "inproc" else []
+    folder.state.unlink(missing_ok=True)
+    incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
+    return _run(job, replicas, folder, began_s, incarnation=incarnation)
+
+
+def _run(
+    job: Job, replicas: list[FlatModel], folder: RunFolder, began_s: float, *, incarnation: int
+) -> Result:
+    config, recipe = job.config, job.recipe
+    more = {"metric": metric_name(recipe), "job": dataclasses.asdict(job.facts)}
+    folder.write_json(folder.config, describe_run(config, **more))
+    steps = [job.num_steps(rank) for rank in range(config.workers)]
     total = None if None in steps else sum(n for n in steps if n is not None)
-    display = make_display(_title(job, folder), total, quiet=config.quiet)
-    engine = InprocEngine(job, replicas, folder, display, lambda: time.monotonic() - began_s)
+    lock = folder.lock()
     try:
-        engine.run()
+        display = make_display(_title(job, folder), total, quiet=config.quiet)
+        engine: InprocEngine | LocalEngine
+        if config.engine == "inproc":
+            clock = lambda: time.monotonic() - began_s  # noqa: E731
+            engine = InprocEngine(job, replicas, folder, display, clock, incarnation=incarnation)
+        else:
+            engine = LocalEngine(job, folder, display, began_s, lock=lock, incarnation=incarnation)
+        del job, replicas
+        try:
+            engine.run()
+        finally:
+            summary = summarise(folder)
+            folder.write_json(folder.summary, summary)
     finally:
-        summary = summarise(folder)
-        folder.write_json(folder.summary, summary)
+        os.close(lock)
     return Result(folder.path, summary)
+
+
+def _refuse_recursion() -> None:
+    """A role imports the recipe's file; a train() at the top level of it would start the run again,
+    and again."""
+    if Control.in_a_role:
+        raise RecipeError(
+            "train() is called while the recipe's file is imported by a role; put the call under "
+            "if __name__ == '__main__':"
+        )
 
 
 def _title(job: Job, folder: RunFolder) -> str:
@@ -115,15 +195,17 @@ def _title(job: Job, folder: RunFolder) -> str:
     )
 
 
-def _name_of(recipe: Recipe) -> str:
-    """Where --recipe would find this one, for the run's folder and books."""
+def _name_of(recipe: Recipe) -> str | None:
+    """Where --recipe would find this one, from any process; None: nowhere."""
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train takes a Recipe or the name of one, not a {type(recipe).__name__}")
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is recipe:
                 script = getattr(module, "__file__", None)
-                if module_name != "__main__" or script is None:
+                if script is None:
+                    continue  # a notebook, or the interactive interpreter
+                if module_name != "__main__":
                     return f"{module_name}:{name}"
                 return f"{os.path.relpath(script)}:{name}"
-    return "custom"
+    return None

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,9 @@ from torch import Tensor
 
 from offbeat.errors import CheckpointError
 from offbeat.flat import Manifest
+from offbeat.shard import ShardState, partition, tensors_in
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardState:
-    """One shard in a checkpoint: tensors, version, and each worker's last gradient that is in."""
-
-    version: int
-    tensors: dict[str, Tensor]
-    applied: dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +32,83 @@ class Checkpoint:
     manifest: Manifest
     shards: tuple[ShardState, ...]
     frozen: dict[str, Tensor]
+    plan: dict[str, Any] = field(default_factory=dict)
+    """How the work was cut into shares: what a run that goes on from here compares with its own."""
+
+    @property
+    def has_ema(self) -> bool:
+        return all("ema" in shard.tensors for shard in self.shards)
 
     def state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
         """What `module.load_state_dict` takes; with `ema`, of the moving average where there is
         one."""
-        key = "ema" if ema and all("ema" in s.tensors for s in self.shards) else "params"
+        key = "ema" if ema and self.has_ema else "params"
         params = torch.cat([shard.tensors[key] for shard in self.shards])
         first = self.shards[0].tensors
         floats = first.get("floats", torch.empty(0))
         ints = first.get("ints", torch.empty(0, dtype=torch.int64))
         return self.manifest.state_dict(params, floats, ints, self.frozen)
+
+    def recut(self, num_shards: int) -> tuple[ShardState, ...]:
+        """The same state in another number of slices. Where shards stood at different versions the
+        new ones take the newest, and of each worker the last gradient that is in any of them."""
+        if num_shards == len(self.shards):
+            return self.shards
+        num_elements = self.manifest.num_elements
+        old = partition(num_elements, len(self.shards))
+        whole = {
+            key: torch.cat([shard.tensors[key] for shard in self.shards])
+            for key in self._keys_over_elements()
+        }
+        steps = self._steps_by_tensor(old)
+        shards = []
+        for index, (lo, hi) in enumerate(partition(num_elements, num_shards)):
+            tensors = {key: value[lo:hi].clone() for key, value in whole.items()}
+            if steps is not None:
+                tensors[_STEP] = steps[tensors_in(self.manifest, lo, hi)].clone()
+            if index == 0:
+                first = self.shards[0].tensors
+                tensors |= {key: first[key] for key in ("floats", "ints") if key in first}
+            shards.append(
+                ShardState(
+                    version=max(s.version for s in self.shards),
+                    tensors=tensors,
+                    applied=self.applied(),
+                )
+            )
+        return tuple(shards)
+
+    def applied(self) -> dict[int, tuple[int, int]]:
+        """Each worker's last gradient that is in some shard."""
+        last: dict[int, tuple[int, int]] = {}
+        for shard in self.shards:
+            for worker, at in shard.applied.items():
+                last[worker] = max(at, last.get(worker, at))
+        return last
+
+    def _keys_over_elements(self) -> list[str]:
+        """What has a number for each parameter in every shard; an optimizer that was stepped in
+        some shards only has zeros elsewhere, which is what it would begin with."""
+        keys = {key for shard in self.shards for key in shard.tensors}
+        for shard in self.shards:
+            for key in keys - set(shard.tensors):
+                if key.startswith("optimizer.") and key != _STEP:
+                    shard.tensors[key] = torch.zeros_like(shard.tensors["params"])
+        return sorted(keys - {"floats", "ints", _STEP})
+
+    def _steps_by_tensor(self, slices: list[tuple[int, int]]) -> Tensor | None:
+        """How often each tensor was stepped; of one that lies in several shards the most."""
+        if not any(_STEP in shard.tensors for shard in self.shards):
+            return None
+        steps = torch.zeros(len(self.manifest.tensors))
+        for shard, (lo, hi) in zip(self.shards, slices, strict=True):
+            inside = tensors_in(self.manifest, lo, hi)
+            counts = shard.tensors.get(_STEP, torch.zeros(len(inside)))
+            steps[inside] = torch.maximum(steps[inside], counts)
+        return steps
+
+
+_STEP = "optimizer.step"
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -107,7 +166,21 @@ def load_checkpoint(path: Path) -> Checkpoint:
         manifest=Manifest.from_json(described["manifest"]),
         shards=shards,
         frozen=contents.get("frozen.safetensors", {}),
+        plan=described["plan"],
     )
+
+
+def write_weights(path: Path, state: dict[str, Tensor]) -> None:
+    """A state_dict as a safetensors file of its own, complete or absent."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # tied tensors are written once per name: the format knows no sharing
+    tensors = {name: tensor.clone() for name, tensor in state.items()}
+    try:
+        _write_tensors(temporary, tensors)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -138,6 +211,7 @@ def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, A
         "format": FORMAT,
         "version": checkpoint.version,
         "shards": [{"version": s.version, "applied": s.applied} for s in checkpoint.shards],
+        "plan": checkpoint.plan,
         "files": dict(digests),
         "manifest": checkpoint.manifest.to_json(),
     }

@@ -1,6 +1,8 @@
 """The command `offbeat`: flags and printing, nothing else.
 
     offbeat train --discipline lock-free --workers 4
+    offbeat train --resume RUN
+    offbeat export RUN model.safetensors
 
 Exit codes: 0 done; 1 the run failed; 2 something was wrong with what was asked for; 130 stopped by
 Ctrl-C, SIGTERM or SIGHUP.
@@ -12,16 +14,18 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from offbeat.config import (
     DISCIPLINE_OPTIONS,
-    TrainConfig,
+    ROLES,
     make_config,
     options,
     read_config_file,
     yes_or_no,
 )
+from offbeat.control import Control
 from offbeat.errors import ConfigError, OffbeatError, nearest
 from offbeat.version import __version__
 
@@ -38,9 +42,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
-        config = _read_flags(arguments)
-        with _signals_as_ctrl_c():
-            return _train(config)
+        parser, commands = _make_parser()
+        known, unknown = parser.parse_known_args(arguments)
+        if known.command is None:
+            parser.print_help()
+            raise SystemExit(2)
+        if unknown:
+            raise ConfigError(_unknown(unknown[0], commands[known.command], known.command))
+        return _COMMANDS[known.command](known)
     except OffbeatError as error:
         print(f"offbeat: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -66,20 +75,20 @@ def _signals_as_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _read_flags(arguments: list[str]) -> TrainConfig:
-    parser = _make_parser()
-    known, unknown = parser.parse_known_args(arguments)
-    if known.command is None:
-        parser.print_help()
-        raise SystemExit(2)
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        flags = [_flag(name) for name in (*options(), "config", "help")]
-        raise ConfigError(f"unknown argument {flag!r}; {_hint(flag, flags)}")
-    given = {k: v for k, v in vars(known).items() if k not in ("command", "config")}
+def _unknown(argument: str, command: argparse.ArgumentParser, name: str) -> str:
+    flag = argument.partition("=")[0]
+    flags = [f for action in command._actions for f in action.option_strings]
+    hint = nearest(flag, flags)
+    hint = hint if hint.startswith("did") else f"see offbeat {name} --help"
+    return f"unknown argument {flag!r}; {hint}"
+
+
+def _read_config(known: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options out of a configuration file, and those given as flags, which beat them."""
+    given = {k: v for k, v in vars(known).items() if k in options()}
     from_file = read_config_file(known.config) if known.config else {}
     outranked = _outranked(from_file, given)
-    return make_config({k: v for k, v in from_file.items() if k not in outranked}, given)
+    return {k: v for k, v in from_file.items() if k not in outranked}, given
 
 
 def _outranked(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
@@ -95,7 +104,7 @@ def _outranked(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> set[st
     return outranked
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = _Parser(
         prog="offbeat",
         description="Train PyTorch models with parameter servers; the update discipline is a flag.",
@@ -103,19 +112,46 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"offbeat {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    train = commands.add_parser(
+
+    def command(name: str, help: str, description: str, **more: Any) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=help, description=description, allow_abbrev=False, **more
+        )
+
+    train = command(
         "train",
-        help="train a recipe",
-        description="Train a recipe. Without any flag: a small convnet on the built-in data.",
-        allow_abbrev=False,
+        "train a recipe",
+        "Train a recipe. Without any flag: a small convnet on the built-in data.",
         argument_default=argparse.SUPPRESS,
     )
     train.add_argument(
         "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
     )
+    train.add_argument(
+        "--resume",
+        metavar="RUN",
+        default=None,
+        help="go on with the run in this folder, from its newest checkpoint",
+    )
     for name, option in options().items():
         _add_option(train, name, option.default, option.metadata)
-    return parser
+
+    export = command(
+        "export", "write a run's weights to a file", "Write a run's newest weights as safetensors."
+    )
+    export.add_argument("run", metavar="RUN", help="a run's folder")
+    export.add_argument("file", metavar="FILE", help="where to write, as model.safetensors")
+    export.add_argument("--ema", action="store_true", help="the moving average of the weights")
+
+    role = command(
+        "role",
+        "be one process of a run",
+        "Be one process of the run in RUN; what engines start. It ends with the run.",
+    )
+    role.add_argument("role", metavar="ROLE", help=", ".join(ROLES), choices=ROLES)
+    role.add_argument("--index", type=int, default=0, help="which server or worker (default: 0)")
+    role.add_argument("--run-dir", metavar="RUN", required=True, help="the run's folder")
+    return parser, dict(commands.choices)
 
 
 def _add_option(
@@ -136,22 +172,61 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _hint(flag: str, flags: Sequence[str]) -> str:
-    hint = nearest(flag, flags)
-    return hint if hint.startswith("did") else "see offbeat train --help"
+def _train(known: argparse.Namespace) -> int:
+    if known.resume is not None and known.config is not None:
+        raise ConfigError("--resume takes the configuration of the run; give flags, not --config")
+    if known.resume is not None and "run_dir" in vars(known):
+        raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
+    from_file, given = _read_config(known)
+    config = make_config(from_file, given)  # what is wrong with the flags shows before torch loads
+    with _signals_as_ctrl_c():
+        from offbeat.api import resume_config, train_config
+        from offbeat.progress import say
 
-
-def _train(config: TrainConfig) -> int:
-    from offbeat.api import train_config
-    from offbeat.progress import say
-
-    result = train_config(config)
+        if known.resume is not None:
+            result = resume_config(Path(known.resume), given)
+        else:
+            result = train_config(config)
     for line in _result_lines(result.summary):
         say(line)
     if result.interrupted:
-        print(f"offbeat: interrupted; what was learned is in {result.run_dir}", file=sys.stderr)
+        print(
+            f"offbeat: interrupted; go on with: offbeat train --resume {result.run_dir}",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     return 0
+
+
+def _export(known: argparse.Namespace) -> int:
+    from offbeat.api import export
+
+    export(known.run, known.file, ema=known.ema)
+    print(f"wrote {known.file}")
+    return 0
+
+
+def _role(known: argparse.Namespace) -> int:
+    """No line goes to the console: what a role has to say stands in its log."""
+    control = Control.from_environment()
+    control.start()
+    try:
+        from offbeat.roles.run import run_role
+        from offbeat.rundir import RunFolder
+
+        config, _ = RunFolder(Path(known.run_dir)).read_config()
+        run_role(config, known.role, known.index, control)
+    except (Exception, SystemExit) as error:
+        control.fail(error)
+        if isinstance(error, OffbeatError):
+            raise
+        return 1
+    finally:
+        control.close()
+    return 0
+
+
+_COMMANDS = {"train": _train, "export": _export, "role": _role}
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,9 @@ from typing import Any
 from offbeat.errors import ConfigError, nearest
 
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded")
-ENGINES = ("inproc",)
+ENGINES = ("local", "inproc")
+SPLITS = ("disjoint", "shared")
+ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 DISCIPLINE_OPTIONS = ("reduce", "backup_workers", "round_timeout", "staleness")
 """Options that mean something under one discipline only."""
@@ -109,12 +111,27 @@ class TrainConfig:
     staleness: float | None = _option(
         None, number, "bounded: how many steps one may be ahead of the slowest, or inf (default: 1)"
     )
+    split: str = _option(
+        "disjoint",
+        text,
+        "what each worker goes through: a share of its own, or all of the data in its own order",
+        choices=SPLITS,
+    )
     seed: int = _option(0, whole, "seed of weights, shares, orders and augmentation")
     threads: int | None = _option(
         None, whole, "CPU threads of each worker (default: the cores, shared out)"
     )
     engine: str = _option(
-        "inproc", text, "what starts the roles; inproc: threads of this process", choices=ENGINES
+        "local",
+        text,
+        "what starts the roles: local, processes of this machine; inproc, threads of this process",
+        choices=ENGINES,
+    )
+    worker_timeout: float = _option(
+        30.0, number, "a process that is silent for so many seconds counts as gone"
+    )
+    max_restarts: int = _option(
+        3, whole, "local: how often each process that dies is started again before the run stops"
     )
     run_dir: str | None = _option(
         None, text, "the run's folder; default: runs/<time>-<recipe>-<discipline>"
@@ -125,7 +142,17 @@ class TrainConfig:
         whole,
         "score a checkpoint every so many updates; 0: at the end only; default: about every epoch",
     )
+    checkpoint_every: int | None = _option(
+        None,
+        whole,
+        "commit a checkpoint every so many updates; default: whenever one is to be scored",
+    )
     keep: int = _option(3, whole, "how many of the newest checkpoints to keep")
+    tensorboard: bool = _option(
+        False,
+        yes_or_no,
+        "write RUN/tensorboard (needs the extra: pip install 'offbeat[tensorboard]')",
+    )
     quiet: bool = _option(False, yes_or_no, "print the result only")
 
     def validated(self) -> "TrainConfig":
@@ -139,7 +166,7 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
         if config.threads is not None and config.threads > MOST_THREADS:
             raise ConfigError(f"threads must be at most {MOST_THREADS}, not {config.threads}")
-        for name in ("lr", "round_timeout"):
+        for name in ("lr", "round_timeout", "worker_timeout"):
             value = getattr(config, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be above 0, not {value:g}")
@@ -168,7 +195,9 @@ _LEAST = {
     "backup_workers": 0,
     "seed": 0,
     "threads": 1,
+    "max_restarts": 0,
     "eval_every": 0,
+    "checkpoint_every": 1,
     "keep": 1,
 }
 

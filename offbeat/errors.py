@@ -10,6 +10,7 @@ OffbeatError
 └── RunError                something went wrong in a run; the command exits with 1
     ├── NonFiniteLossError  a worker's loss became NaN or infinite
     ├── RoleError           a server, worker, master or evaluator failed
+    ├── StepError           what a worker failed with, and at which step
     ├── CheckpointError     no valid checkpoint, or one that could not be written
     └── ConnectionClosedError  the other end of a connection is gone
 """
@@ -56,17 +57,20 @@ class RunError(OffbeatError):
 
 
 class NonFiniteLossError(RunError):
-    def __init__(self, loss: float, worker: int, step: int) -> None:
-        super().__init__(
-            f"the loss became {loss} in worker {worker} at step {step}; a lower --lr is the usual "
-            f"remedy. The state before it is kept in the run's last checkpoint."
-        )
-        self.worker = worker
-        self.step = step
+    pass
 
 
 class RoleError(RunError):
     pass
+
+
+class StepError(RunError):
+    """What a worker failed with, and at which step."""
+
+    def __init__(self, step: int, cause: BaseException) -> None:
+        super().__init__(f"at step {step}: {in_a_line(cause)}")
+        self.step = step
+        self.__cause__ = cause
 
 
 class CheckpointError(RunError):
@@ -74,7 +78,17 @@ class CheckpointError(RunError):
 
 
 class ConnectionClosedError(RunError):
-    pass
+    """There is no point in coming back where the other end said that the run is `over`, or
+    `refused` to take this one in."""
+
+    def __init__(self, reason: str, *, over: bool = False, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.over = over
+        self.refused = refused
+
+    def again(self) -> "ConnectionClosedError":
+        """The same, to be raised once more."""
+        return ConnectionClosedError(str(self), over=self.over, refused=self.refused)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -9,12 +9,16 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            replied_s
     step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
            exchange_s
+    rejoin by a worker that found a server again: worker, shard, epoch, version, seen_version, lost
+           (how many of its gradients that server had taken in and did not have any more), at_s
     score  by the evaluator: version, metric, count, at_s
-    run    by the master: phase (start, checkpoint, end), at_s; version or status
+    run    phase: start, restart (role, index, reason) and end (status) by the engine; checkpoint
+           (version) by the master; load (shard, epoch, version) by a server; at_s
 
 Times are seconds since the run's start, on a clock that never goes back.
 """
 
+import itertools
 import json
 import math
 import threading
@@ -32,6 +36,17 @@ class EventLog:
         self._pending: deque[dict[str, Any]] = deque()
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._writing = threading.Lock()
+
+    @classmethod
+    def create(cls, folder: Path, name: str) -> "EventLog":
+        """NAME.jsonl, or the next free number behind the name: a process that was killed may have
+        left half a line, so whoever takes its place begins a file of its own."""
+        path = folder / f"{name}.jsonl"
+        for number in itertools.count(1):
+            if not path.exists():
+                break
+            path = folder / f"{name}.{number}.jsonl"
+        return cls(path)
 
     def record(self, kind: str, **fields: Any) -> None:
         self._pending.append({"kind": kind, **fields})

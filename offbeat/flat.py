@@ -12,6 +12,7 @@ gradients to it.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,6 +94,16 @@ class Manifest:
         """What worker and server must agree on before anything is pushed."""
         agreed = {"manifest": self.to_json(), "optimizer": optimizer, "protocol": PROTOCOL}
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, other: "Manifest") -> str:
+        """The first thing in which another one is not like this one, in words."""
+        for what in ("tensors", "floats", "ints"):
+            mine: tuple[TensorSpec, ...] = getattr(self, what)
+            theirs: tuple[TensorSpec, ...] = getattr(other, what)
+            for a, b in itertools.zip_longest(mine, theirs):
+                if a != b:
+                    return f"{_in_words(a)} there, {_in_words(b)} here"
+        return "which parameters are frozen or tied"
 
     def state_dict(
         self, params: Tensor, floats: Tensor, ints: Tensor, frozen: dict[str, Tensor]
@@ -245,6 +256,10 @@ class FlatModel:
         """Copies of the parameters that do not train."""
         by_name = dict(self.module.named_parameters())
         return {name: by_name[name].detach().clone() for name in self.manifest.frozen}
+
+
+def _in_words(spec: TensorSpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.name} {list(spec.shape)} {spec.dtype}"
 
 
 def _size(specs: Sequence[TensorSpec]) -> int:

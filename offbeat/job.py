@@ -7,22 +7,43 @@ anything is left behind.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from offbeat.checkpoint import Checkpoint
 from offbeat.config import TrainConfig
-from offbeat.data.batches import Batch, Source, make_source
-from offbeat.errors import ConfigError, DataError, OffbeatError, RecipeError, in_a_line, nearest
+from offbeat.data.batches import Batch, Share, Source, make_source
+from offbeat.disciplines import Discipline, make_discipline
+from offbeat.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OffbeatError,
+    RecipeError,
+    in_a_line,
+    nearest,
+)
 from offbeat.flat import FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer
 from offbeat.randomness import make_generator, make_seed
 from offbeat.recipes.base import Recipe
-from offbeat.shard import Shard, partition, segments_of
+from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.transport.base import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What only the data can tell, found out once and kept in the run's config.json."""
+
+    num_examples: int | None
+    """None: not known before the end of the data is reached."""
+    has_test: bool
+    total_updates: int | None
+    """How many updates each shard will have seen if nobody drops out; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +54,11 @@ class Job:
     recipe: Recipe
     optimizer: Optimizer
     manifest: Manifest
-    train: Source
-    test: Source | None
     slices: tuple[tuple[int, int], ...]
-    total_updates: int | None
-    """How many updates each shard will see if nobody drops out; None: not known beforehand."""
+    facts: Facts
+    train: Source | None = None
+    """None in a process that has no use for data."""
+    test: Source | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -68,25 +89,43 @@ class Job:
             num_ints=self.manifest.num_ints if first else 0,
         )
 
-    def make_shard(self, index: int, model: FlatModel) -> Shard:
+    def make_shard(self, index: int) -> Shard:
+        """Shard `index`, empty: what it starts from is for the master to say."""
+        lo, hi = self.slices[index]
+        layout = self.layout(index)
+        return Shard(
+            torch.zeros(hi - lo),
+            segments_of(self.manifest, self.optimizer, lo, hi),
+            self.optimizer,
+            schedule=self.recipe.schedule,
+            total_updates=self.facts.total_updates,
+            ema_decay=self.recipe.ema,
+            reduce=self.config.reduce,
+            fused=self.config.fused,
+            floats=torch.zeros(layout.num_floats),
+            ints=torch.zeros(layout.num_ints, dtype=torch.int64),
+        )
+
+    def initial_state(self, index: int, model: FlatModel) -> ShardState:
         """Shard `index` as it is before the first update, cut out of `model`."""
         lo, hi = self.slices[index]
         layout = self.layout(index)
+        tensors = {"params": model.params[lo:hi].clone()}
         floats = torch.zeros(layout.num_floats)
         ints = torch.zeros(layout.num_ints, dtype=torch.int64)
         if index == 0:
             model.write_buffers(floats, ints)
-        return Shard(
-            model.params[lo:hi].clone(),
-            segments_of(self.manifest, self.optimizer, lo, hi),
-            self.optimizer,
-            schedule=self.recipe.schedule,
-            total_updates=self.total_updates,
-            ema_decay=self.recipe.ema,
-            reduce=self.config.reduce,
-            fused=self.config.fused,
-            floats=floats,
-            ints=ints,
+            tensors |= {"floats": floats, "ints": ints}
+        return ShardState(version=0, tensors=tensors, applied={})
+
+    def make_discipline(self) -> Discipline:
+        config = self.config
+        return make_discipline(
+            config.discipline,
+            range(config.workers),
+            backup_workers=config.backup_workers,
+            round_timeout_s=config.round_timeout,
+            staleness=config.staleness or 0,
         )
 
     def num_steps(self, rank: int) -> int | None:
@@ -94,37 +133,102 @@ class Job:
         config = self.config
         if config.steps is not None:
             return config.steps
-        assert config.epochs is not None and config.batch_size is not None
-        size = self.train.share_size(rank, config.workers)
-        return None if size is None else config.epochs * -(-size // config.batch_size)
+        if self.facts.num_examples is None:
+            return None
+        assert config.epochs is not None
+        return config.epochs * self._share(rank).num_batches(self.facts.num_examples)
 
-    def batches(self, rank: int) -> Iterator[tuple[int, Batch]]:
-        """Worker `rank`'s training batches with their epochs, until its work is done."""
+    def batches(self, rank: int, start: int = 0) -> Iterator[tuple[int, Batch]]:
+        """Worker `rank`'s training batches with their epochs, from step `start` on (0: the first),
+        until its work is done."""
         config = self.config
-        assert config.batch_size is not None
-        step = epoch = 0
-        while config.steps is not None or epoch < (config.epochs or 0):
-            first = step
-            for batch in self.train.train(
-                rank, config.workers, config.batch_size, config.seed, epoch
-            ):
-                if self.recipe.augment is not None:
-                    generator = make_generator(config.seed, "augment", rank, step)
-                    batch = self.recipe.augment(batch, generator)
-                yield epoch, batch
+        assert self.train is not None, "this process was given no training data"
+        share = self._share(rank)
+        step, epoch, first = self._find(share, start)
+        while (step < config.steps) if config.steps is not None else (epoch < (config.epochs or 0)):
+            before = step
+            for batch in self.train.train(share, epoch, first):
+                if step >= start:
+                    if self.recipe.augment is not None:
+                        generator = make_generator(config.seed, "augment", rank, step)
+                        batch = self.recipe.augment(batch, generator)
+                    yield epoch, batch
                 step += 1
                 if step == config.steps:
                     return
-            if step == first:
+            if step == before:
                 raise DataError(
                     f"the training data has nothing for worker {rank}: it is empty, or there are "
                     f"more workers than examples"
                 )
             epoch += 1
+            first = 0
+
+    def _find(self, share: Share, start: int) -> tuple[int, int, int]:
+        """Step, epoch and batch to begin at; of a stream what was seen before is gone through."""
+        if self.facts.num_examples is None:
+            return 0, 0, 0
+        num_batches = share.num_batches(self.facts.num_examples)
+        return start, start // num_batches, start % num_batches
+
+    def _share(self, rank: int) -> Share:
+        config = self.config
+        assert config.batch_size is not None
+        return Share(
+            rank=rank,
+            num_shares=config.workers,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            disjoint=config.split == "disjoint",
+        )
+
+    # -- going on from a checkpoint ------------------------------------------------------------
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a checkpoint must say of the run, so that another one can go on from it."""
+        config = self.config
+        return {
+            "num_workers": config.workers,
+            "batch_size": config.batch_size,
+            "split": config.split,
+        }
+
+    def starts(self, checkpoint: Checkpoint) -> dict[int, tuple[int, int]] | None:
+        """Where each worker goes on after `checkpoint`, as the (incarnation, sequence) of its last
+        gradient that is in; None: the run is cut as it was, so that the shards' own books hold.
+
+        With other shares a worker has done its part of the examples that were used so far.
+        """
+        if checkpoint.plan == self.plan:
+            return None
+        applied = checkpoint.applied()
+        incarnation = max((i for i, _ in applied.values()), default=0)
+        used = sum(sequence for _, sequence in applied.values()) * checkpoint.plan["batch_size"]
+        assert self.config.batch_size is not None
+        per_worker = used // (self.config.workers * self.config.batch_size)
+        return {
+            rank: (incarnation, min(per_worker, self.num_steps(rank) or per_worker))
+            for rank in range(self.config.workers)
+        }
+
+    def total_updates_after(self, checkpoint: Checkpoint | None) -> int | None:
+        """How many updates each shard will have seen in the end; None: not known."""
+        steps = [self.num_steps(rank) for rank in range(self.config.workers)]
+        known = [n for n in steps if n is not None]
+        if len(known) < len(steps):
+            return None
+        version = 0
+        if checkpoint is not None:
+            version = checkpoint.version
+            starts = self.starts(checkpoint) or checkpoint.applied()
+            known = [max(0, n - starts.get(rank, (0, 0))[1]) for rank, n in enumerate(known)]
+        return version + (max(known) if self.config.discipline == "sync" else sum(known))
 
 
-def make_job(config: TrainConfig, recipe: Recipe) -> Job:
-    """Resolve and check everything that can be checked before the run begins."""
+def make_job(config: TrainConfig, recipe: Recipe, checkpoint: Checkpoint | None = None) -> Job:
+    """Resolve and check everything that can be checked before the run begins; `checkpoint` is what
+    it goes on from."""
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
     config = _resolve_length(config, recipe)
@@ -135,27 +239,57 @@ def make_job(config: TrainConfig, recipe: Recipe) -> Job:
             f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
             f"at least one; lower servers"
         )
+    if checkpoint is not None and checkpoint.manifest != manifest:
+        raise CheckpointError(
+            f"the recipe's model is not the one in the checkpoint: "
+            f"{checkpoint.manifest.difference(manifest)}"
+        )
     train, test = _load_data(config, recipe)
     if train.num_examples is not None and train.num_examples < config.workers:
         raise ConfigError(
             f"{config.workers} workers for {train.num_examples} training examples; lower workers"
         )
-    job = Job(
-        config=config,
-        recipe=recipe,
-        optimizer=optimizer,
-        manifest=manifest,
-        train=train,
-        test=test,
-        slices=tuple(partition(manifest.num_elements, config.servers)),
-        total_updates=None,
+    job = _cut(
+        config,
+        recipe,
+        manifest,
+        Facts(num_examples=train.num_examples, has_test=test is not None, total_updates=None),
     )
-    job = dataclasses.replace(job, total_updates=_total_updates(job))
+    job = dataclasses.replace(job, train=train, test=test)
+    total = job.total_updates_after(checkpoint)
     # a schedule that needs a length, or takes other arguments, says so now
-    _from_recipe("schedule", lambda: float(recipe.schedule(0, job.total_updates)))
+    _from_recipe("schedule", lambda: float(recipe.schedule(0, total)))
     if config.eval_every is None:
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
-    return dataclasses.replace(job, config=config)
+    return dataclasses.replace(
+        job, config=config, facts=dataclasses.replace(job.facts, total_updates=total)
+    )
+
+
+def rejoin_job(
+    config: TrainConfig, recipe: Recipe, facts: Facts, sources: Mapping[str, Source] | None
+) -> Job:
+    """The same job in another process. `config` and `facts` are as `make_job` left them; `sources`
+    are what is shared of the data, the rest is loaded here; None: no data is needed."""
+    job = _cut(config, recipe, describe(_seeded_model(recipe, config.seed)), facts)
+    if sources is None:
+        return job
+    missing = "train" not in sources or (facts.has_test and "test" not in sources)
+    train, test = _load_data(config, recipe) if missing else (None, None)
+    return dataclasses.replace(
+        job, train=sources.get("train", train), test=sources.get("test", test)
+    )
+
+
+def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) -> Job:
+    return Job(
+        config=config,
+        recipe=recipe,
+        optimizer=_resolve_optimizer(config, recipe),
+        manifest=manifest,
+        slices=tuple(partition(manifest.num_elements, config.servers)),
+        facts=facts,
+    )
 
 
 def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
@@ -211,18 +345,10 @@ def _from_recipe(what: str, call: Callable[[], Any]) -> Any:
         raise RecipeError(f"the recipe's {what} function failed: {in_a_line(error)}") from error
 
 
-def _total_updates(job: Job) -> int | None:
-    steps = [job.num_steps(rank) for rank in range(job.config.workers)]
-    known = [n for n in steps if n is not None]
-    if len(known) < len(steps):
-        return None
-    return max(known) if job.config.discipline == "sync" else sum(known)
-
-
 def _updates_per_epoch(job: Job) -> int:
     """About how many updates it takes until every example was used once; 0: not known."""
-    if job.train.num_examples is None or job.config.batch_size is None:
+    if job.facts.num_examples is None or job.config.batch_size is None:
         return 0
-    num_batches = -(-job.train.num_examples // job.config.batch_size)
+    num_batches = -(-job.facts.num_examples // job.config.batch_size)
     per_update = job.config.workers if job.config.discipline == "sync" else 1
     return max(1, num_batches // per_update)

@@ -3,8 +3,10 @@
 RUN/config.json  RUN/logs/  RUN/events/  RUN/checkpoints/  RUN/summary.json
 """
 
+import fcntl
 import json
 import logging
+import os
 import platform
 import re
 import subprocess
@@ -15,8 +17,8 @@ from typing import Any
 
 import torch
 
-from offbeat.config import TrainConfig
-from offbeat.errors import RunDirError
+from offbeat.config import TrainConfig, make_config
+from offbeat.errors import RoleError, RunDirError
 from offbeat.version import __version__
 
 
@@ -26,13 +28,41 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.json"
+        self.cluster = path / "cluster.json"
+        """While the run goes on: where its servers are."""
+        self.state = path / "state.json"
+        """Written by the master once the last checkpoint is committed."""
         self.logs = path / "logs"
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
         self.summary = path / "summary.json"
 
     def write_json(self, path: Path, content: Any) -> None:
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        """Readers see the old file or the new one, never half of it."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(
+            json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        temporary.replace(path)
+
+    def read_json(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RunDirError(f"cannot read {path}: {error.strerror}; is that a run?") from error
+        except ValueError as error:
+            raise RunDirError(f"{path} is no valid JSON: {error}") from error
+
+    def read_config(self) -> tuple[TrainConfig, dict[str, Any]]:
+        """The resolved configuration of the run, and what config.json says beside it."""
+        described = self.read_json(self.config)
+        options = {k: v for k, v in described["config"].items() if v is not None}
+        return make_config({**options, "run_dir": str(self.path)}), described
+
+    def write_state(self, outcome: str, last: str | None) -> None:
+        """How training ended, and which checkpoint was its last."""
+        self.write_json(self.state, {"outcome": outcome, "last_checkpoint": last})
 
     def open_log(self, role: str) -> logging.Logger:
         """A logger of one role, to logs/ROLE.log; `close_log` ends it."""
@@ -42,6 +72,29 @@ class RunFolder:
         logger.addHandler(handler)
         return logger
 
+    def failure(self, role: str, line: str, step: int | None = None) -> RoleError:
+        """The error that says who failed, when, why, and where to read on."""
+        when = "" if step is None else f" at step {step}"
+        log = self.logs / f"{role}.log"
+        return RoleError(f"{in_words(role)} failed{when}: {line}; the traceback is in {log}")
+
+    def lock(self) -> int:
+        """Take the folder for this run, until the descriptor and its copies in other processes are
+        closed; a RunDirError where another run has it."""
+        descriptor = os.open(self.config, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise RunDirError(f"{self.path} is in use: its run has not ended yet") from error
+        return descriptor
+
+
+def in_words(role: str) -> str:
+    """worker-1 -> worker 1, ps-0 -> server 0, master -> the master."""
+    kind, _, number = role.partition("-")
+    return f"{'server' if kind == 'ps' else kind} {number}" if number else f"the {kind}"
+
 
 def close_log(logger: logging.Logger) -> None:
     logger.disabled = True  # a thread that was given up may still have something to say
@@ -50,8 +103,8 @@ def close_log(logger: logging.Logger) -> None:
         handler.close()
 
 
-def create_run_folder(config: TrainConfig, metric: str) -> RunFolder:
-    """Make the folder that `config` names, or a new one under runs/, and write config.json."""
+def create_run_folder(config: TrainConfig) -> RunFolder:
+    """Make the folder that `config` names, or a new one under runs/."""
     try:
         path = _claim(Path(config.run_dir)) if config.run_dir else _claim_new(_default_name(config))
         folder = RunFolder(path)
@@ -62,9 +115,12 @@ def create_run_folder(config: TrainConfig, metric: str) -> RunFolder:
         raise RunDirError(
             f"cannot make the run's folder {where}: {error.strerror}; choose another --run-dir"
         ) from error
-    described = {"config": config.to_json(), "metric": metric, "environment": _environment()}
-    folder.write_json(folder.config, described)
     return folder
+
+
+def describe_run(config: TrainConfig, **more: Any) -> dict[str, Any]:
+    """What config.json says: the options as resolved, `more`, and where and how it was started."""
+    return {"config": config.to_json(), **more, "environment": _environment()}
 
 
 def _claim(path: Path) -> Path:

@@ -30,6 +30,20 @@ class Segment:
     hi: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardState:
+    """All that a shard consists of at one version, in memory of its own.
+
+    `tensors`: params; where there are any ema, floats, ints; and what the optimizer keeps, as
+    `optimizer.NAME` over the slice, or per segment what torch keeps per Parameter.
+    """
+
+    version: int
+    tensors: dict[str, Tensor]
+    applied: dict[int, tuple[int, int]]
+    """The (incarnation, sequence) of each worker's last gradient that is in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """One worker's gradient of a slice, as the shard sees it; the memory stays the caller's."""
@@ -50,12 +64,20 @@ def partition(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
 def segments_of(manifest: Manifest, optimizer: Optimizer, lo: int, hi: int) -> list[Segment]:
     """The parts of tensors that the slice lo..hi of the flat vector consists of."""
     segments = []
-    for index, spec in enumerate(manifest.tensors):
+    for index in tensors_in(manifest, lo, hi):
+        spec = manifest.tensors[index]
         start, end = max(lo, spec.offset), min(hi, spec.offset + spec.numel)
-        if start < end:
-            group = optimizer.group_of(spec.name)
-            segments.append(Segment(index, group, start - lo, end - lo))
+        segments.append(Segment(index, optimizer.group_of(spec.name), start - lo, end - lo))
     return segments
+
+
+def tensors_in(manifest: Manifest, lo: int, hi: int) -> list[int]:
+    """The indices of the tensors that the slice lo..hi has a part of: one per segment."""
+    return [
+        index
+        for index, spec in enumerate(manifest.tensors)
+        if max(lo, spec.offset) < min(hi, spec.offset + spec.numel)
+    ]
 
 
 def usable(values: Tensor) -> bool:
@@ -102,24 +124,52 @@ class Shard:
         """The (incarnation, sequence) of each worker's last gradient that is in."""
         self._claimed: dict[int, tuple[int, int]] = {}
         self.updaters: list[Updater] = []
+        self._first_version = 0
+        self._optimizer_state: dict[str, Tensor] = {}
         self._tickets = itertools.count(1)  # its __next__ is atomic in CPython, without a lock
+
+    def load(self, state: ShardState) -> None:
+        """Go on from `state`; before the first updater is made. Copies what it takes."""
+        assert not self.updaters, "a shard is loaded before it is used"
+        tensors = state.tensors
+        self.params.copy_(tensors["params"])
+        if self.ema is not None:
+            self.ema.copy_(tensors.get("ema", tensors["params"]))
+        for name, buffer in (("floats", self.floats), ("ints", self.ints)):
+            if name in tensors:
+                buffer.copy_(tensors[name])
+        self._optimizer_state = {
+            key.removeprefix("optimizer."): value.clone()
+            for key, value in tensors.items()
+            if key.startswith("optimizer.")
+        }
+        self._first_version = state.version
+        self._tickets = itertools.count(state.version + 1)
+        self.applied = dict(state.applied)
 
     @property
     def version(self) -> int:
         """How many updates are in, all of them whole."""
-        return sum(updater.num_finished for updater in self.updaters)
+        return self._first_version + sum(updater.num_finished for updater in self.updaters)
 
     @property
     def version_begun(self) -> int:
         """How many updates are in or half-way in; the same as `version` where a lock is held."""
-        return sum(updater.num_begun for updater in self.updaters)
+        return self._first_version + sum(updater.num_begun for updater in self.updaters)
 
     def make_updater(self, *, shared: bool = False) -> "Updater":
         """An optimizer over this shard. `shared`: one of several, on one state, in different
         threads."""
-        updater = Updater(self, shared=shared)
+        updater = Updater(self, shared=shared, state=self._optimizer_state)
         self.updaters.append(updater)
         return updater
+
+    def admit(self, worker: int) -> int:
+        """A worker comes, and nothing of it is under way: whatever it pushed before is in, or will
+        never be. Returns the sequence of its last gradient that is in."""
+        incarnation, sequence = self.applied.get(worker, (-1, 0))
+        self._claimed[worker] = (incarnation, sequence)
+        return sequence
 
     def claim(self, worker: int, incarnation: int, sequence: int) -> bool:
         """Whether this push is new; from now on it is not. Called by one thread per worker."""
@@ -142,9 +192,9 @@ class Shard:
             ints.copy_(self.ints)
         return version, self.version_begun > version
 
-    def state(self) -> dict[str, Tensor]:
-        """Copies of everything a checkpoint needs, optimizer state as flat vectors over the
-        slice."""
+    def state(self) -> ShardState:
+        """A copy of everything. Lock-free, it may hold more than its version says."""
+        version = self.version
         state = {"params": self.params.clone()}
         if self.ema is not None:
             state["ema"] = self.ema.clone()
@@ -154,7 +204,9 @@ class Shard:
             state["ints"] = self.ints.clone()
         if self.updaters:
             state.update(self.updaters[0].optimizer_state())
-        return state
+        else:
+            state.update({f"optimizer.{k}": v.clone() for k, v in self._optimizer_state.items()})
+        return ShardState(version=version, tensors=state, applied=dict(self.applied))
 
     def next_ticket(self) -> int:
         """The number of an update that begins now."""
@@ -169,11 +221,12 @@ class Updater:
     keeps state per Parameter, and skips the ones without a gradient.
     """
 
-    def __init__(self, shard: Shard, *, shared: bool) -> None:
+    def __init__(self, shard: Shard, *, shared: bool, state: dict[str, Tensor]) -> None:
         self.shard = shard
         self.num_begun = 0
         self.num_finished = 0
-        self.split = shared  # splitting later would give sessions different step counts
+        # splitting later would give lock-free sessions different step counts
+        self.split = shared or _differ(state.get("step"))
         runs = [[s] for s in shard.segments] if self.split else _runs(shard.segments)
         self.aliases = [_Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
@@ -181,6 +234,8 @@ class Updater:
         self._sum: Tensor | None = None
         if shared:
             self._share_state()
+        if state and not (shared and shard.updaters):
+            self._restore(state)
 
     def apply(self, gradients: Sequence[Gradient]) -> int:
         """One update out of these gradients; returns the version that it makes."""
@@ -265,6 +320,17 @@ class Updater:
                 for key, value in state.items():
                     self.optimizer.state[part.param][key] = _cut(value, whole, part)
 
+    def _restore(self, state: dict[str, Tensor]) -> None:
+        """Put back what `optimizer_state` gave."""
+        positions = {segment: index for index, segment in enumerate(self.shard.segments)}
+        for alias in self.aliases:
+            restored = self.optimizer.state[alias.param]
+            for key, value in state.items():
+                if key == "step":
+                    restored[key] = value[positions[alias.segments[0]]].clone()
+                else:
+                    restored[key] = value[alias.lo : alias.hi].clone()
+
     def _share_state(self) -> None:
         """Use the state of the shard's first updater; the first one makes it, as torch would.
 
@@ -301,6 +367,10 @@ class _Alias:
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
     return [list(run) for _, run in itertools.groupby(segments, key=lambda s: s.group)]
+
+
+def _differ(steps: Tensor | None) -> bool:
+    return steps is not None and bool((steps != steps[0]).any())
 
 
 def _cut(value: Tensor, whole: _Alias, part: _Alias) -> Tensor:

@@ -1,14 +1,15 @@
 """Each worker's share of the training data, cut into batches; and the test data, in order.
 
 Data is a tensor, a tuple or dict of tensors of one length, a map-style Dataset (with a length) or
-an iterable one (without). Shares are disjoint and cover everything. A worker goes through its
-share in a new order every epoch, which depends on nothing but the run's seed, the worker's rank
-and the epoch.
+an iterable one (without). Shares are disjoint and cover everything, or each is the whole set. A
+worker goes through its share in a new order every epoch, which depends on nothing but the run's
+seed, the worker's rank and the epoch.
 """
 
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,25 @@ from offbeat.errors import DataError
 from offbeat.randomness import make_generator
 
 Batch = Any
+TensorData = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What worker `rank` goes through: one of `num_shares` parts of the data, or all of it."""
+
+    rank: int
+    num_shares: int
+    batch_size: int
+    seed: int
+    disjoint: bool = True
+
+    @property
+    def part(self) -> slice:
+        return slice(self.rank, None, self.num_shares) if self.disjoint else slice(None)
+
+    def num_batches(self, num_examples: int) -> int:
+        return -(-len(range(num_examples)[self.part]) // self.batch_size)
 
 
 class Source(ABC):
@@ -29,19 +49,12 @@ class Source(ABC):
     """None: not known before the end is reached."""
 
     @abstractmethod
-    def train(
-        self, rank: int, num_workers: int, batch_size: int, seed: int, epoch: int
-    ) -> Iterator[Batch]:
-        """One pass of worker `rank` over its share."""
+    def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """One pass of a worker over its share, beginning with batch number `first`."""
 
     @abstractmethod
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """One pass over everything, each example once."""
-
-    def share_size(self, rank: int, num_workers: int) -> int | None:
-        if self.num_examples is None:
-            return None
-        return len(range(rank, self.num_examples, num_workers))
 
 
 class _Indexed(Source):
@@ -53,13 +66,12 @@ class _Indexed(Source):
     def gather(self, indices: Tensor) -> Batch:
         """The batch of these examples."""
 
-    def train(
-        self, rank: int, num_workers: int, batch_size: int, seed: int, epoch: int
-    ) -> Iterator[Batch]:
-        everything = torch.randperm(self.num_examples, generator=make_generator(seed, "shares"))
-        share = everything[rank::num_workers]
-        order = torch.randperm(len(share), generator=make_generator(seed, "order", rank, epoch))
-        for indices in torch.split(share[order], batch_size):
+    def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
+        shuffled = make_generator(share.seed, "shares")
+        part = torch.randperm(self.num_examples, generator=shuffled)[share.part]
+        own = make_generator(share.seed, "order", share.rank, epoch)
+        order = torch.randperm(len(part), generator=own)
+        for indices in torch.split(part[order], share.batch_size)[first:]:
             yield self.gather(indices)
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
@@ -67,19 +79,19 @@ class _Indexed(Source):
             yield self.gather(indices)
 
 
-class _Tensors(_Indexed):
+class Tensors(_Indexed):
     """Tensors of one length, by themselves or as the leaves of a tuple or dict."""
 
-    def __init__(self, tensors: Tensor | tuple[Tensor, ...] | dict[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: TensorData) -> None:
+        self.tensors = tensors
         self.num_examples = batch_length(tensors)
 
     def gather(self, indices: Tensor) -> Batch:
-        if isinstance(self._tensors, Tensor):
-            return self._tensors[indices]
-        if isinstance(self._tensors, dict):
-            return {name: tensor[indices] for name, tensor in self._tensors.items()}
-        return tuple(tensor[indices] for tensor in self._tensors)
+        if isinstance(self.tensors, Tensor):
+            return self.tensors[indices]
+        if isinstance(self.tensors, dict):
+            return {name: tensor[indices] for name, tensor in self.tensors.items()}
+        return tuple(tensor[indices] for tensor in self.tensors)
 
 
 class _MapStyle(_Indexed):
@@ -97,10 +109,13 @@ class _IterableStyle(Source):
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
 
-    def train(
-        self, rank: int, num_workers: int, batch_size: int, seed: int, epoch: int
-    ) -> Iterator[Batch]:
-        return _batched(itertools.islice(self._dataset, rank, None, num_workers), batch_size)
+    def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """Streams cannot be shuffled: without disjoint shares every worker sees the same order."""
+        part = share.part
+        examples = itertools.islice(self._dataset, part.start, part.stop, part.step)
+        return _batched(
+            itertools.islice(examples, first * share.batch_size, None), share.batch_size
+        )
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         return _batched(self._dataset, batch_size)
@@ -112,7 +127,7 @@ def make_source(data: Any, what: str) -> Source:
         return data
     tensors = _as_tensors(data, what)
     if tensors is not None:
-        return _checked(_Tensors(tensors), what)
+        return _checked(Tensors(tensors), what)
     if isinstance(data, DataLoader):
         raise DataError(f"the {what} data is a DataLoader; give its dataset: batches are made here")
     if isinstance(data, Iterator):
@@ -151,7 +166,7 @@ def _leaves(batch: Batch) -> Iterator[Tensor]:
             yield from _leaves(value)
 
 
-def _as_tensors(data: Any, what: str) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor] | None:
+def _as_tensors(data: Any, what: str) -> TensorData | None:
     """`data` as tensors of one length, if that is what it is; NumPy arrays will do."""
     if isinstance(data, TensorDataset):
         data = data.tensors

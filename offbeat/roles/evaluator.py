@@ -1,68 +1,81 @@
 """The evaluator: scores the newest checkpoint on the test data, never trains, never blocks anybody.
 
-It reads checkpoints from the run's folder like any outsider. When training is quicker than
-scoring it skips to the newest; the last one it always scores.
+It watches the run's folder like any outsider. When training is quicker than scoring it skips to the
+newest; the last one, which the master names in state.json, it always scores.
 """
 
 import logging
-import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.checkpoint import load_checkpoint
+from offbeat.checkpoint import list_checkpoints, load_checkpoint
 from offbeat.data.batches import Source
 from offbeat.errors import CheckpointError, DataError, RecipeError
 from offbeat.events import EventLog
 from offbeat.job import Job
 from offbeat.recipes.base import Recipe
+from offbeat.rundir import RunFolder
 
 BATCH_SIZE = 500
+POLL_S = 0.2
 
 
 class Evaluator:
-    """Owns a model replica; `run` scores what `notify` names until `finish`."""
+    """Owns a model replica; `run` returns when the run's last checkpoint is scored, or at `stop`."""
 
     def __init__(
         self,
         job: Job,
         module: nn.Module,
+        folder: RunFolder,
         *,
         events: EventLog,
         log: logging.Logger,
         clock: Callable[[], float],
+        stop: threading.Event,
+        scored: Callable[[int, float], None] = lambda version, metric: None,
     ) -> None:
         self.job = job
         self.log = log
         self.latest: tuple[int, float] | None = None
         """The version that was scored last, and what it scored."""
         self._module = module
+        self._folder = folder
         self._events = events
         self._clock = clock
-        self._paths: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-
-    def notify(self, path: Path) -> None:
-        """A checkpoint was committed."""
-        self._paths.put(path)
-
-    def finish(self) -> None:
-        """Score the last one named so far, and return from `run`."""
-        self._paths.put(None)
+        self._stop = stop
+        self._scored = scored
+        self._scored_path: Path | None = None
 
     def run(self) -> None:
         torch.set_num_threads(1)
-        last = False
-        while not last:
-            newest = self._paths.get()
-            last = newest is None
-            while not self._paths.empty():  # skip to the newest
-                following = self._paths.get()
-                last = last or following is None
-                newest = following or newest
-            if newest is not None:
-                self._score(newest)
+        while not self._stop.is_set():
+            last = self._last_name()  # before the look at the folder: what it names is there
+            newest = next(reversed(list_checkpoints(self._folder.checkpoints)), None)
+            if newest is not None and newest != self._scored_path:
+                if last is not None or self._is_due(int(newest.name)):
+                    self._score(newest)
+                    self._scored_path = newest
+            if last is not None:
+                return
+            self._stop.wait(POLL_S)
+
+    def _last_name(self) -> str | None:
+        """The run's last checkpoint, once there will be no other."""
+        if not self._folder.state.exists():
+            return None
+        name: str | None = self._folder.read_json(self._folder.state)["last_checkpoint"]
+        return name
+
+    def _is_due(self, version: int) -> bool:
+        """Whether a multiple of `eval_every` was passed since the last score."""
+        every = self.job.config.eval_every
+        before = self.latest[0] if self.latest else 0
+        return bool(every) and version // (every or 1) > before // (every or 1)
 
     def _score(self, path: Path) -> None:
         assert self.job.test is not None
@@ -84,6 +97,7 @@ class Evaluator:
             count=count,
             at_s=self._clock(),
         )
+        self._scored(checkpoint.version, metric)
 
 
 def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:

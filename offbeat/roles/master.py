@@ -1,105 +1,290 @@
-"""The master keeps the run's books: it asks the servers for snapshots and commits checkpoints.
+"""The master keeps the run's books: it gives the servers their shards, asks them for snapshots, and
+commits checkpoints.
 
-A thread of its own beside rank 0's training, so that nobody waits for the disk. It asks every shard
-for its state at the same version; in sync that is the same round everywhere.
+A thread of its own beside rank 0's training, so that nobody waits for the disk. A snapshot is asked
+for at a version that lies ahead, the same of every shard; in sync that is the same round everywhere.
+It is the master who sees that everybody is done, and who ends a run: the last checkpoint, then the
+servers may go.
 """
 
+import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from offbeat.checkpoint import Checkpoint, ShardState, prune_checkpoints, save_checkpoint
-from offbeat.errors import CheckpointError
+from offbeat.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from offbeat.errors import CheckpointError, ConnectionClosedError
 from offbeat.events import EventLog
+from offbeat.flat import FlatModel
 from offbeat.job import Job
-from offbeat.roles.server import Server, Snapshot
+from offbeat.roles.server import describe_state, state_from
+from offbeat.rundir import RunFolder
+from offbeat.shard import ShardState
+from offbeat.transport.base import CallEnd, Layout, Network
 
-POLL_S = 0.2
-SNAPSHOT_TIMEOUT_S = 60.0
+POLL_S = 0.1
+CALL_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 2.0
+"""How long a run that is being stopped waits for a version that all shards have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A server, as it describes itself."""
+
+    version: int
+    epoch: int
+    loaded: bool
+    finished: frozenset[int]
+    ready: bool
+    staleness: list[int]
+
+
+class RemoteServer:
+    """A server, as the master sees it: calls over a connection that is made when needed."""
+
+    def __init__(self, network: Network, index: int, fingerprint: str, layout: Layout) -> None:
+        self.index = index
+        self._network = network
+        self._hello = {"worker": 0, "incarnation": 0, "fingerprint": fingerprint}
+        self._layout = layout
+        self._end: CallEnd | None = None
+
+    def status(self) -> Status:
+        found, _ = self._call({"ask": "status"})
+        return Status(**{**found, "finished": frozenset(found["finished"])})
+
+    def load(self, state: ShardState, finished: Sequence[int]) -> None:
+        message = {"ask": "load", "state": describe_state(state), "finished": list(finished)}
+        self._call(message, state.tensors)
+
+    def want(self, version: int) -> None:
+        """Keep a snapshot of the first version from this one on; `status` says when it is ready."""
+        self._call({"ask": "want", "version": version})
+
+    def take(self) -> ShardState:
+        """The snapshot that was wanted, and is ready."""
+        return state_from(*self._call({"ask": "take"}))
+
+    def finish(self, reason: str) -> None:
+        """Let the server go."""
+        self._call({"ask": "finish", "reason": reason})
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def _call(
+        self, message: dict[str, Any], tensors: dict[str, Tensor] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        try:
+            if self._end is None:
+                self._end = self._network.connect_for_calls(
+                    self.index, self._hello, self._layout, CALL_TIMEOUT_S
+                )
+            return self._end.call(message, tensors or {}, CALL_TIMEOUT_S)
+        except ConnectionClosedError:
+            self.close()
+            raise
 
 
 class Master:
-    """Commits a checkpoint every `eval_every` updates, and when asked to: at the start and the end.
+    """`run` opens the servers, commits a checkpoint at the start, at every multiple of
+    `checkpoint_every` and at the end, and returns what the run came to: finished or interrupted.
 
-    `committed` is told of every one that is worth scoring: all but the one at the start.
+    `stop` ends the run early, with a checkpoint.
     """
 
     def __init__(
         self,
         job: Job,
-        servers: Sequence[Server],
-        folder: Path,
-        frozen: dict[str, Tensor],
+        network: Network,
+        folder: RunFolder,
+        model: FlatModel,
         *,
-        committed: Callable[[Path], None],
         events: EventLog,
         log: logging.Logger,
         clock: Callable[[], float],
+        stop: threading.Event,
+        watch: Callable[[Sequence[Status]], None] = lambda statuses: None,
     ) -> None:
+        """`model` has the initial weights; they are copied here, before anybody trains it."""
         self.job = job
-        self._servers = servers
-        self._folder = folder
-        self._frozen = frozen
-        self._committed = committed
-        self._events = events
         self.log = log
+        self.opened = threading.Event()
+        """Every server has its shard, and the first checkpoint is committed."""
+        self._folder = folder
+        self._initial = [job.initial_state(k, model) for k in range(len(job.slices))]
+        self._frozen = model.frozen()
+        self._servers = [
+            RemoteServer(network, k, job.fingerprint, job.layout(k)) for k in range(len(job.slices))
+        ]
+        self._events = events
         self._clock = clock
-        self._finished = threading.Event()
+        self._stop = stop
+        self._watch = watch
+        self._finished: set[int] = set()
         self._last_versions: list[int] = []
+        self._wanted: int | None = None
+        self._ahead = 1
 
-    def run(self) -> None:
-        """Commit at every multiple of `eval_every`, until `finish`.
+    def run(self) -> str:
+        try:
+            self._open()
+            outcome = self._keep_books()
+            self._commit_last(outcome)
+            self._folder.write_state(outcome, self._newest_name())
+            for server in self._servers:
+                self._let_go(server, outcome)
+            return outcome
+        finally:
+            for server in self._servers:
+                server.close()
+
+    # -- the course of a run -------------------------------------------------------------------
+
+    def _open(self) -> None:
+        statuses = [self._status_of(server) for server in self._servers]
+        if not list_checkpoints(self._folder.checkpoints):
+            self._commit(self._snapshots_now())
+        else:
+            self._last_versions = [status.version for status in statuses]
+        self.opened.set()
+
+    def _keep_books(self) -> str:
+        """Commit at every multiple of `checkpoint_every` until all are done, or told to stop.
 
         A shard that is past the version asked for answers with the one it is at. Where the shards
         then disagree they were asked too late: ask further ahead, instead of keeping a mixture.
         """
-        every = self.job.config.eval_every
-        ahead = 1
-        while every and not self._finished.is_set():
-            newest = max(server.shard.version for server in self._servers)
-            due = -(-(newest + ahead) // every) * every
-            snapshots = self._snapshots_at(due)
-            if snapshots is None:
-                return
+        while not self._stop.wait(POLL_S):
+            statuses = [self._status_of(server) for server in self._servers]
+            self._watch(statuses)
+            if len(self._finished) >= self.job.config.workers:
+                return "finished"
+            self._look_for_snapshots(statuses)
+        return "interrupted"
+
+    def _look_for_snapshots(self, statuses: Sequence[Status]) -> None:
+        if self._wanted is None:
+            newest = max(status.version for status in statuses)
+            self._wanted = self._next_due(newest + self._ahead)
+            if self._wanted is not None:
+                self._each(lambda server: server.want(self._wanted or 0))
+        elif all(status.ready for status in statuses):
+            snapshots = [server.take() for server in self._servers]
+            self._wanted = None
             if _agree(snapshots) or self.job.config.discipline == "lock-free":
-                ahead = 1
+                self._ahead = 1
                 self._try_to_commit(snapshots)
             else:
-                ahead *= 2
+                self._ahead *= 2
 
-    def finish(self) -> None:
-        """Stop waiting for further versions: there will be none."""
-        self._finished.set()
+    def _next_due(self, version: int) -> int | None:
+        """The first version from this one on at which a checkpoint is due."""
+        config = self.job.config
+        due = [-(-version // n) * n for n in (config.checkpoint_every, config.eval_every) if n]
+        return min(due, default=None)
 
-    def commit_now(self) -> None:
-        """Commit the shards as they are, unless that is done; raises CheckpointError if it
-        fails."""
-        wishes = [server.snapshot() for server in self._servers]
-        snapshots = [wish.result(SNAPSHOT_TIMEOUT_S) for wish in wishes]
+    def _commit_last(self, outcome: str) -> None:
+        """When all are done the shards stand still. When told to stop they do not: then wait a
+        little for a version that all of them have."""
+        if outcome == "interrupted" and len(self._servers) > 1:
+            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+            for ahead in (0, 1, 2, 4, 8):
+                newest = max(server.status().version for server in self._servers)
+                snapshots = self._snapshots_at(newest + ahead if ahead else 0, deadline_s)
+                if snapshots is not None and _agree(snapshots):
+                    self._commit_if_new(snapshots)
+                    return
+        self._commit_if_new(self._snapshots_now())
+
+    def _let_go(self, server: RemoteServer, outcome: str) -> None:
+        try:
+            server.finish(f"the run is {outcome}")
+        except ConnectionClosedError as error:
+            self.log.info("server %d went by itself: %s", server.index, error)
+
+    # -- servers -------------------------------------------------------------------------------
+
+    def _status_of(self, server: RemoteServer) -> Status:
+        """A server's status; one that was started anew gets its shard back first."""
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        pause_s = 0.02
+        while True:
+            try:
+                status = server.status()
+                if not status.loaded:
+                    server.load(self._state_for(server.index), sorted(self._finished))
+                    self._wanted = None
+                    status = server.status()
+                self._finished |= status.finished
+                return status
+            except ConnectionClosedError as error:
+                late = time.monotonic() > deadline_s
+                if error.over or error.refused or late or self._stop.wait(pause_s):
+                    raise
+                pause_s = min(1.0, 2 * pause_s)
+
+    def _state_for(self, index: int) -> ShardState:
+        """What a server that comes empty is given: its part of the newest checkpoint."""
+        if not list_checkpoints(self._folder.checkpoints):
+            return self._initial[index]
+        checkpoint = newest_checkpoint(self._folder.checkpoints)
+        state = checkpoint.recut(len(self.job.slices))[index]
+        starts = self.job.starts(checkpoint)
+        self.log.info("server %d gets version %d back", index, state.version)
+        return state if starts is None else dataclasses.replace(state, applied=starts)
+
+    def _each(self, ask: Callable[[RemoteServer], None]) -> None:
+        for server in self._servers:
+            try:
+                ask(server)
+            except ConnectionClosedError:  # the next look at its status brings it back
+                self._wanted = None
+
+    def _snapshots_now(self) -> list[ShardState]:
+        snapshots = self._snapshots_at(0, time.monotonic() + CALL_TIMEOUT_S)
+        assert snapshots is not None, "version 0 is always there"
+        return snapshots
+
+    def _snapshots_at(self, version: int, deadline_s: float) -> list[ShardState] | None:
+        for server in self._servers:
+            server.want(version)
+        while not all(server.status().ready for server in self._servers):
+            if time.monotonic() > deadline_s:
+                return None
+            threading.Event().wait(POLL_S / 10)
+        return [server.take() for server in self._servers]
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def _commit_if_new(self, snapshots: Sequence[ShardState]) -> None:
         if [s.version for s in snapshots] != self._last_versions:
             self._commit(snapshots)
 
-    def _snapshots_at(self, version: int) -> list[Snapshot] | None:
-        """Every shard at `version`; None: `finish` was called before they all got there."""
-        wishes = [server.snapshot(version) for server in self._servers]
-        while wait(wishes, timeout=POLL_S).not_done:
-            if self._finished.is_set():
-                return None
-        return [wish.result() for wish in wishes]
-
-    def _try_to_commit(self, snapshots: Sequence[Snapshot]) -> None:
+    def _try_to_commit(self, snapshots: Sequence[ShardState]) -> None:
         try:
-            self._commit(snapshots)
+            self._commit_if_new(snapshots)
         except CheckpointError as error:  # training goes on; the next one may succeed
             self.log.error("%s", error)
 
-    def _commit(self, snapshots: Sequence[Snapshot]) -> None:
+    def _commit(self, snapshots: Sequence[ShardState]) -> None:
         for index, snapshot in enumerate(snapshots):
-            if not bool(snapshot.state["params"].isfinite().all()):
+            if not bool(snapshot.tensors["params"].isfinite().all()):
                 raise CheckpointError(
                     f"server {index} holds parameters that are not finite at version "
                     f"{snapshot.version}; the checkpoints before it are kept"
@@ -107,20 +292,21 @@ class Master:
         checkpoint = Checkpoint(
             version=snapshots[0].version,
             manifest=self.job.manifest,
-            shards=tuple(
-                ShardState(version=s.version, tensors=s.state, applied=s.applied) for s in snapshots
-            ),
+            shards=tuple(snapshots),
             frozen=self._frozen,
+            plan=self.job.plan,
         )
-        path = save_checkpoint(self._folder, checkpoint)
-        prune_checkpoints(self._folder, self.job.config.keep)
+        path = save_checkpoint(self._folder.checkpoints, checkpoint)
+        prune_checkpoints(self._folder.checkpoints, self.job.config.keep)
         self._last_versions = [s.version for s in snapshots]
         at_s = self._clock()
         self._events.record("run", phase="checkpoint", version=checkpoint.version, at_s=at_s)
         self.log.info("committed %s", path.name)
-        if checkpoint.version:
-            self._committed(path)
+
+    def _newest_name(self) -> str | None:
+        found = list_checkpoints(self._folder.checkpoints)
+        return found[-1].name if found else None
 
 
-def _agree(snapshots: Sequence[Snapshot]) -> bool:
+def _agree(snapshots: Sequence[ShardState]) -> bool:
     return len({snapshot.version for snapshot in snapshots}) == 1

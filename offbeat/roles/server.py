@@ -3,11 +3,13 @@
 One thread takes workers in, and one thread per worker (a session) receives that worker's pushes
 and sends its replies. Under the shard's lock: decide, apply, snapshot into the reply slots.
 Outside it: sending, each session to its own worker, so that a slow reader delays nobody. The
-lock-free discipline runs the same code with no lock and an updater per session. Started by an
-engine:
+lock-free discipline runs the same code with no lock and an updater per session.
+
+A server begins empty, and takes workers in as soon as the master has given it its shard's state.
+What else the master asks of it is in `answer`. Started by an engine:
 
     server = Server(shard, make_discipline("sync", range(2)), listener, index=0, ...)
-    server.start(); ...; server.drain(timeout_s); server.close()
+    server.start(); server.over.wait(); server.close()
 """
 
 import contextlib
@@ -16,9 +18,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,15 +27,17 @@ from torch import Tensor
 from offbeat.disciplines import Action, Apply, Discipline, Drop, Push, Reply
 from offbeat.errors import ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
-from offbeat.shard import Gradient, Shard, Updater, usable
+from offbeat.shard import Gradient, Shard, ShardState, Updater, usable
 from offbeat.transport.base import (
     ACCEPTED,
     APPLIED,
     DROPPED,
     DUPLICATE,
     REJECTED,
+    STALE,
     Header,
     Listener,
+    Message,
     ServerEnd,
 )
 
@@ -43,25 +46,18 @@ POLL_S = 0.2
 TICK_S = 0.05
 """How often the discipline is told the time while somebody waits for a reply."""
 
+HELLO_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 """How long a closing server waits for each of its threads; they look up every POLL_S."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A shard's whole state at one version, in memory of its own."""
-
-    version: int
-    state: dict[str, Tensor]
-    applied: dict[int, tuple[int, int]]
+WORKER_TIMEOUT_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
 class _Wish:
-    """Somebody's wish for a snapshot at the first version that is not below this one."""
+    """The master's wish for a snapshot at the first version that is not below this one."""
 
     at_version: int
-    future: "Future[Snapshot]" = field(default_factory=Future)
+    granted: ShardState | None = None
 
 
 @dataclass(slots=True)
@@ -100,9 +96,6 @@ class _Session:
     awaits_reply: bool = False
 
 
-_FATE_FIELDS = [f.name for f in dataclasses.fields(_Fate)]
-
-
 class Server:
     """`discipline` and `shard` belong to the server from here on."""
 
@@ -117,72 +110,131 @@ class Server:
         events: EventLog,
         log: logging.Logger,
         clock: Callable[[], float],
+        epoch: int = 0,
+        worker_timeout_s: float = WORKER_TIMEOUT_S,
     ) -> None:
         self.shard = shard
         self.discipline = discipline
         self.index = index
+        self.epoch = epoch
         self.failure: BaseException | None = None
+        self.over = threading.Event()
+        """The master said that the run is over, or this server failed."""
         self.recent_staleness: deque[int] = deque(maxlen=256)
         self._listener = listener
         self._fingerprint = fingerprint
         self._events = events
         self._log = log
         self._clock = clock
+        self._worker_timeout_s = worker_timeout_s
         self._mutex = threading.Lock()
         self._lock: contextlib.AbstractContextManager[Any] = (
             self._mutex if discipline.locked else contextlib.nullcontext()
         )
-        self._membership = threading.Lock()
+        self._membership = threading.Condition()
         self._sessions: dict[int, _Session] = {}
+        self._finished: set[int] = set()
+        self._loaded = threading.Event()
         self._wishes: list[_Wish] = []
+        self._wish = _Wish(0)
         self._stopping = False
         self._reason = "the server was stopped"
         self._acceptor = threading.Thread(target=self._accept, name=f"ps-{index}", daemon=True)
         self._threads: list[threading.Thread] = []
-        self._shared_updater = shard.make_updater() if discipline.locked else None
+        self._shared_updater: Updater | None = None
 
-    # -- for the engine and the master ---------------------------------------------------------
+    # -- for the engine ------------------------------------------------------------------------
 
     def start(self) -> None:
         self._acceptor.start()
 
-    def snapshot(self, at_version: int = 0) -> "Future[Snapshot]":
-        """The shard's state at the first version that is at least `at_version`, as soon as it
-        is."""
-        wish = _Wish(at_version)
-        with self._lock:
-            self._wishes.append(wish)
-            self._grant_wishes()
-        return wish.future
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until every session has ended, and so every accepted gradient is applied."""
-        deadline_s = time.monotonic() + timeout_s
-        for thread in list(self._threads):
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
     def close(self) -> None:
-        """Take nobody in, end all sessions, and forget wishes for versions that will not come."""
+        """Take nobody in, and end all sessions."""
         self._stop()
         self._acceptor.join(CLOSE_TIMEOUT_S)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
-        for wish in self._wishes:
-            wish.future.cancel()
 
     def _stop(self) -> None:
         """Have every thread of this server come to its end, and tell the workers why."""
         self._stopping = True
         self._listener.close()
         for session in list(self._sessions.values()):
-            session.end.close(self._reason)
+            session.end.close(self._reason, over=True)
 
     def _fail(self, error: Exception) -> None:
         self._log.error("failed", exc_info=error)
         self.failure = self.failure or error
         self._reason = f"server {self.index} failed: {in_a_line(error)}"
         self._stop()
+        self.over.set()
+
+    # -- for the master ------------------------------------------------------------------------
+
+    def answer(
+        self, message: Message, tensors: Mapping[str, Tensor]
+    ) -> tuple[Message, Mapping[str, Tensor]]:
+        """What a call of the master's comes to; roles/master.py has the other side of it."""
+        match message:
+            case {"ask": "status"}:
+                return self._status(), {}
+            case {"ask": "load", "state": dict(state), "finished": list(finished)}:
+                self.load(state_from(state, tensors), finished)
+                return {}, {}
+            case {"ask": "want", "version": int(version)}:
+                self._want(version)
+                return {}, {}
+            case {"ask": "take"} if self._wish.granted is not None:
+                granted = self._wish.granted
+                self._wish = _Wish(0)
+                return describe_state(granted), granted.tensors
+            case {"ask": "finish", "reason": str(reason)}:
+                self._reason = reason
+                self.over.set()
+                return {}, {}
+        raise ConnectionClosedError(f"the master asked for something unknown: {message}")
+
+    def load(self, state: ShardState, finished: Sequence[int] = ()) -> None:
+        """Go on from `state`, without the workers that are through with their work."""
+        with self._membership, self._lock:
+            if self._loaded.is_set():
+                return
+            self.shard.load(state)
+            if self.discipline.locked:
+                self._shared_updater = self.shard.make_updater()
+            self._finished.update(finished)
+            for worker in finished:
+                self.discipline.on_leave(worker)
+            self._loaded.set()
+        self._events.record(
+            "run", phase="load", shard=self.index, epoch=self.epoch, version=state.version
+        )
+        self._log.info("serving from version %d, epoch %d", state.version, self.epoch)
+
+    def _status(self) -> Message:
+        return {
+            "version": self.shard.version,
+            "epoch": self.epoch,
+            "loaded": self._loaded.is_set(),
+            "finished": sorted(self._finished),
+            "ready": self._wish.granted is not None,
+            "staleness": list(self.recent_staleness),
+        }
+
+    def _want(self, at_version: int) -> None:
+        """Keep a snapshot of the first version that is at least this one, for `take`."""
+        with self._lock:
+            self._wish = _Wish(at_version)
+            self._wishes[:] = [self._wish]
+            self._grant_wishes()
+
+    def _grant_wishes(self) -> None:
+        for wish in [w for w in self._wishes if w.at_version <= self.shard.version]:
+            try:
+                self._wishes.remove(wish)
+            except ValueError:
+                continue  # lock-free: another session's thread was quicker
+            wish.granted = self.shard.state()
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -193,64 +245,127 @@ class Server:
             except ConnectionClosedError:
                 return
             if end is not None:
-                name = f"ps-{self.index}-session-{end.hello['worker']}"
+                name = f"ps-{self.index}-session"
                 thread = threading.Thread(target=self._serve, args=(end,), name=name, daemon=True)
+                self._threads = [t for t in self._threads if t.is_alive()]
                 self._threads.append(thread)
                 thread.start()
 
     def _serve(self, end: ServerEnd) -> None:
         """A session's thread, from the handshake to the worker's leaving."""
         try:
-            session = self._join(end)
-            if session is None:
+            hello = end.read_hello(HELLO_TIMEOUT_S)
+            if not self._is_welcome(end, hello):
                 return
-            try:
+            if hello.get("calls"):
                 while not self._stopping:
-                    header = end.receive(POLL_S)
-                    if header is not None:
-                        self._handle(session, header)
-            except ConnectionClosedError:
-                self._log.info("worker %d left", session.worker)
-            finally:
-                self._leave(session)
-            end.close(self._reason)
+                    end.answer_calls(self.answer, POLL_S)
+            else:
+                self._serve_worker(end, hello["worker"], hello["incarnation"])
+            end.close(self._reason, over=self._stopping)
+        except ConnectionClosedError as error:
+            end.close(str(error))
         except Exception as error:
             self._fail(error)
-            end.close(self._reason)
+            end.close(self._reason, over=True)
 
-    def _join(self, end: ServerEnd) -> _Session | None:
-        worker, incarnation = end.hello["worker"], end.hello["incarnation"]
-        if end.hello["fingerprint"] != self._fingerprint:
-            end.refuse("worker and server disagree about the model, the optimizer or the protocol")
-            return None
-        with self._membership, self._lock:
-            if worker in self._sessions:
-                end.refuse(f"worker {worker} is here already")
+    def _is_welcome(self, end: ServerEnd, hello: Message) -> bool:
+        """Whether the two sides mean the same; if not, the other one is told why and sent away."""
+        match hello:
+            case {"fingerprint": str(theirs), "worker": int(w), "incarnation": int(i)} if (
+                w >= 0 and i >= 0
+            ):
+                if theirs == self._fingerprint:
+                    return True
+                end.refuse(
+                    "worker and server disagree about the model, the optimizer or the protocol"
+                )
+            case _:
+                end.refuse("that is no hello")
+        self._log.warning(
+            "refused somebody: %s", in_a_line(ConnectionClosedError(str(hello)[:200]))
+        )
+        return False
+
+    def _serve_worker(self, end: ServerEnd, worker: int, incarnation: int) -> None:
+        session = self._join(end, worker, incarnation)
+        if session is None:
+            return
+        try:
+            while not self._stopping:
+                header = end.receive(POLL_S)
+                if header is not None:
+                    self._handle(session, header)
+                elif time.monotonic() - end.heard_s > self._worker_timeout_s:
+                    raise ConnectionClosedError(
+                        f"nothing was heard of worker {worker} for {self._worker_timeout_s:g} s"
+                    )
+        finally:
+            self._leave(session)
+
+    def _join(self, end: ServerEnd, worker: int, incarnation: int) -> _Session | None:
+        while not self._loaded.wait(POLL_S):
+            if self._stopping:
                 return None
-            slot = end.reply_slot
-            version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
-            welcome = Header(worker, incarnation, 0, version, 0, reply_version=version)
-            session = _Session(
-                end,
-                worker,
-                incarnation,
-                updater=self._shared_updater or self.shard.make_updater(shared=True),
-                reply_made=threading.Condition(self._mutex) if self.discipline.locked else None,
-                push=welcome,
-                fate=_Fate(self._clock()),
-            )
-            self._sessions[worker] = session
-            self._carry_out(self.discipline.on_join(worker))
+        with self._membership:
+            if not self._make_way(worker, incarnation):
+                end.refuse(f"a newer worker {worker} is here already")
+                return None
+            with self._lock:
+                slot = end.reply_slot
+                version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
+                welcome = Header(
+                    worker,
+                    incarnation,
+                    0,
+                    version,
+                    0,
+                    reply_version=version,
+                    applied_sequence=self.shard.admit(worker),
+                    epoch=self.epoch,
+                    shard=self.index,
+                )
+                session = _Session(
+                    end,
+                    worker,
+                    incarnation,
+                    updater=self._shared_updater or self.shard.make_updater(shared=True),
+                    reply_made=threading.Condition(self._mutex) if self.discipline.locked else None,
+                    push=welcome,
+                    fate=_Fate(self._clock()),
+                )
+                self._sessions[worker] = session
+                self._finished.discard(worker)
+                self._carry_out(self.discipline.on_join(worker))
         end.welcome(welcome)
-        self._log.info("worker %d joined at version %d", worker, version)
+        self._log.info(
+            "worker %d (incarnation %d) joined at version %d", worker, incarnation, version
+        )
         return session
 
+    def _make_way(self, worker: int, incarnation: int) -> bool:
+        """End what is left of the worker's former session; False: that one is the newer."""
+        former = self._sessions.get(worker)
+        if former is None:
+            return True
+        if incarnation < former.incarnation:
+            return False
+        former.end.close("another connection of the same worker took this one's place")
+        gone = self._membership.wait_for(lambda: worker not in self._sessions, CLOSE_TIMEOUT_S)
+        return gone
+
     def _leave(self, session: _Session) -> None:
-        with self._membership, self._lock:
+        with self._membership:
             try:
-                self._carry_out(self.discipline.on_leave(session.worker))
+                with self._lock:
+                    self._carry_out(self.discipline.on_leave(session.worker))
             finally:
                 del self._sessions[session.worker]
+                if session.end.finished:
+                    self._finished.add(session.worker)
+                self._membership.notify_all()
+        how = "finished" if session.end.finished else "left"
+        self._log.info("worker %d %s", session.worker, how)
 
     # -- one push ------------------------------------------------------------------------------
 
@@ -282,6 +397,9 @@ class Server:
 
     def _decide(self, session: _Session) -> list[Action]:
         sequence = session.push.sequence
+        if session.push.epoch != self.epoch:
+            session.fate.outcome = STALE
+            return [Reply(session.worker)]
         if not self.shard.claim(session.worker, session.incarnation, sequence):
             session.fate.outcome = DUPLICATE
             return [Reply(session.worker)]
@@ -319,7 +437,11 @@ class Server:
         slot = session.end.reply_slot
         version, session.fate.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
         session.reply = dataclasses.replace(
-            session.push, reply_version=version, status=session.fate.outcome
+            session.push,
+            reply_version=version,
+            status=session.fate.outcome,
+            applied_sequence=self.shard.applied.get(session.worker, (0, 0))[1],
+            epoch=self.epoch,
         )
         if session.reply_made is not None:
             session.reply_made.notify()
@@ -340,6 +462,9 @@ class Server:
             while session.reply is None and not self._stopping:
                 session.reply_made.wait(TICK_S)
                 self._carry_out(self.discipline.on_tick(self._clock()))
+                if session.reply is None and not session.end.is_open():  # killed while it waited
+                    self._carry_out(self.discipline.on_leave(session.worker))
+                    break
         self._send_reply(session)
         if session.fate.outcome == ACCEPTED:  # stopped before its round was full
             session.fate.outcome = DROPPED
@@ -363,16 +488,19 @@ class Server:
             **{name: getattr(session.fate, name) for name in _FATE_FIELDS},
         )
 
-    # -- snapshots -----------------------------------------------------------------------------
 
-    def _grant_wishes(self) -> None:
-        for wish in [w for w in self._wishes if w.at_version <= self.shard.version]:
-            try:
-                self._wishes.remove(wish)
-            except ValueError:
-                continue  # lock-free: another session's thread was quicker
-            version = self.shard.version  # before the copy: lock-free, it may hold more than that
-            wish.future.set_result(Snapshot(version, self.shard.state(), dict(self.shard.applied)))
+_FATE_FIELDS = [f.name for f in dataclasses.fields(_Fate)]
+
+
+def describe_state(state: ShardState) -> Message:
+    """A shard's state as a message; its tensors travel beside it."""
+    applied = {str(worker): list(at) for worker, at in state.applied.items()}
+    return {"version": state.version, "applied": applied}
+
+
+def state_from(message: Message, tensors: Mapping[str, Tensor]) -> ShardState:
+    applied = {int(worker): (int(i), int(s)) for worker, (i, s) in message["applied"].items()}
+    return ShardState(version=message["version"], tensors=dict(tensors), applied=applied)
 
 
 def _beats(actions: Sequence[Action]) -> list[list[Action]]:

@@ -3,29 +3,47 @@
     welcome -> [ loss, gradient -> push to every shard -> prepare the next batch -> await every
     reply ]*
 
-Started by an engine, one thread each. Rank 0 is the master's worker, and does nothing else than the
-others here.
+A server that goes away is looked for again, for a while: it may have been started anew. Rank 0 is
+the master's worker, and does nothing else than the others here. Started by an engine, as
+`offbeat role worker --index 1 --run-dir RUN` or as a thread.
 """
 
 import logging
 import math
 import threading
+import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from offbeat.data.batches import Batch, batch_length
-from offbeat.errors import NonFiniteLossError, RecipeError
+from offbeat.errors import ConnectionClosedError, NonFiniteLossError, RecipeError
 from offbeat.events import EventLog
 from offbeat.flat import FlatModel
 from offbeat.job import Job
+from offbeat.randomness import make_seed
 from offbeat.shard import usable
-from offbeat.transport.base import DROPPED, REJECTED, Header, WorkerEnd
+from offbeat.transport.base import (
+    ACCEPTED,
+    APPLIED,
+    DROPPED,
+    REJECTED,
+    Header,
+    Network,
+    WorkerEnd,
+)
 
 POLL_S = 0.2
 """How often a worker that waits for a reply looks whether the run is being stopped."""
+CONNECT_TIMEOUT_S = 120.0
+"""How long a server may take to come, or to come back."""
+LONGEST_PAUSE_S = 1.0
+"""Between two attempts to reach a server; the first pauses are shorter."""
 IDENTITY_CHECK_EVERY = 100
+LOST = "lost"
+"""The outcome of a step whose gradient was under way when a server went away."""
 
 
 @dataclass(slots=True)
@@ -38,20 +56,25 @@ class WorkerStats:
 
 
 class Worker:
-    """Owns its model replica and its connections; `run` returns when its steps are done."""
+    """Owns its model replica and its connections; `run` returns when its steps are done, when it is
+    told to stop, or when a server says that the run is over."""
 
     def __init__(
         self,
         job: Job,
         rank: int,
         model: FlatModel,
-        connect: Callable[[int, FlatModel], Sequence[WorkerEnd]],
+        network: Network,
         *,
         events: EventLog,
         log: logging.Logger,
         clock: Callable[[], float],
         stop: threading.Event,
+        incarnation: int = 0,
+        seeds_torch: bool = False,
     ) -> None:
+        """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
+        from torch's own generator can be made to depend on nothing but seed, rank and step."""
         self.job = job
         self.rank = rank
         self.model = model
@@ -59,71 +82,170 @@ class Worker:
         self.step = 1
         """The step that is being prepared or computed, counted from 1."""
         self.stats = WorkerStats()
-        self._connect = connect
+        self._network = network
+        self._incarnation = incarnation
+        self._seeds_torch = seeds_torch
         self._events = events
         self._clock = clock
         self._stop = stop
+        self._links: list[WorkerEnd] = []
+        self._acknowledged = [array("q") for _ in job.slices]
+        """For each shard the sequences that its server took in, since the last time it came."""
+        self._seen = [0 for _ in job.slices]
+        """The newest version of each shard that this worker was shown."""
 
     def run(self) -> None:
         torch.set_num_threads(self.job.config.threads or 1)
-        links = self._connect(self.rank, self.model)
+        finished = False
+        done = threading.Event()
+        beats = threading.Thread(target=self._beat, args=(done,), name="beats", daemon=True)
+        beats.start()
         try:
-            self._train(links)
+            self._join_all()
+            finished = self._train()
+        except ConnectionClosedError as error:
+            if not error.over and not self._stop.is_set():
+                raise
+            self.log.info("%s", error)
         finally:
-            for link in links:
-                link.close()
-        self.log.info("finished after %d steps", self.stats.num_steps)
+            done.set()
+            beats.join()
+            for link in self._links:
+                link.close(finished=finished)
+        self.log.info("%s after %d steps", "finished" if finished else "left", self.step - 1)
 
-    def _train(self, links: Sequence[WorkerEnd]) -> None:
+    def _beat(self, done: threading.Event) -> None:
+        """Tell every server that this worker is alive: a thread of its own, since a step may take
+        as long as it likes."""
+        while not done.wait(min(1.0, self.job.config.worker_timeout / 5)):
+            for link in list(self._links):
+                link.beat()
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def _join_all(self) -> None:
+        for shard in range(len(self.job.slices)):
+            self._links.append(self._join(shard))
+        done = max(link.welcome.applied_sequence for link in self._links)
+        self.step = done + 1
+        if done:
+            self.log.info("going on after step %d", done)
+
+    def _join(self, shard: int) -> WorkerEnd:
+        """Come in, with bounded and growing pauses between the attempts."""
+        hello = {
+            "worker": self.rank,
+            "incarnation": self._incarnation,
+            "fingerprint": self.job.fingerprint,
+        }
+        lo, hi = self.job.slices[shard]
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        pause_s = 0.02
+        while True:
+            try:
+                return self._network.connect(
+                    shard,
+                    hello,
+                    self.job.layout(shard),
+                    CONNECT_TIMEOUT_S,
+                    self.model.params[lo:hi],
+                )
+            except ConnectionClosedError as error:
+                late = time.monotonic() > deadline_s
+                if error.over or error.refused or late or self._stop.wait(pause_s):
+                    raise
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _rejoin(self, shard: int, reason: ConnectionClosedError) -> Header:
+        """A server went away: look for it, and say what was lost with it."""
+        if reason.over or self._stop.is_set():
+            raise reason
+        self.log.warning("server %d: %s; looking for it", shard, reason)
+        self._links[shard].close()
+        link = self._join(shard)
+        self._links[shard] = link
+        welcome = link.welcome
+        lost = [s for s in self._acknowledged[shard] if s > welcome.applied_sequence]
+        self._acknowledged[shard] = array("q")
+        self._events.record(
+            "rejoin",
+            worker=self.rank,
+            shard=shard,
+            epoch=welcome.epoch,
+            version=welcome.reply_version,
+            seen_version=self._seen[shard],
+            lost=len(lost),
+            at_s=self._clock(),
+        )
+        self.log.warning(
+            "server %d is back, epoch %d, at version %d",
+            shard,
+            welcome.epoch,
+            welcome.reply_version,
+        )
+        welcome.status = APPLIED if welcome.applied_sequence >= self.step else LOST
+        return welcome
+
+    # -- training ------------------------------------------------------------------------------
+
+    def _train(self) -> bool:
+        """Returns whether all steps are done."""
         self.model.module.train()
-        batches = self.job.batches(self.rank)
-        versions = self._take_in(links, [link.welcome for link in links])
+        batches = self.job.batches(self.rank, self.step - 1)
+        versions = self._take_in([link.welcome for link in self._links])
         upcoming = next(batches, None)
-        while upcoming is not None and not self._stop.is_set():
+        while upcoming is not None:
+            if self._stop.is_set():
+                return False
             epoch, batch = upcoming
             start_s = self._clock()
             loss = self._compute(batch)
             computed_s = self._clock()
-            self._push(links, versions)
-            self.step += 1
+            self._push(versions)
             upcoming = next(batches, None)  # prepared while the exchange is under way
             prepared_s = self._clock()
-            replies = [self._await(link) for link in links]
-            if None in replies:
-                return  # stopped
-            answered = [reply for reply in replies if reply is not None]
-            versions = self._take_in(links, answered)
+            replies = [self._await(shard) for shard in range(len(self._links))]
+            versions = self._take_in(replies)
             self._account(batch, loss)
             self._events.record(
                 "step",
                 worker=self.rank,
-                step=self.stats.num_steps,
+                step=self.step,
                 epoch=epoch,
                 loss=loss,
                 examples=batch_length(batch),
-                outcome=_pooled(answered),
+                outcome=_pooled(replies),
                 start_s=start_s,
                 compute_s=computed_s - start_s,
                 prepare_s=prepared_s - computed_s,
                 exchange_s=self._clock() - prepared_s,
             )
+            self.step += 1
+        return True
 
     def _compute(self, batch: Batch) -> float:
         """Loss and gradient of one batch; the gradient stays in the parameters."""
         if self.step % IDENTITY_CHECK_EVERY == 1:
             self.model.check_identity()
+        if self._seeds_torch:
+            torch.default_generator.manual_seed(
+                make_seed(self.job.config.seed, "forward", self.rank, self.step)
+            )
         loss = self.job.recipe.loss(self.model.module, batch)
         _check_loss(loss)
         value = loss.item()
         if not math.isfinite(value):
-            raise NonFiniteLossError(value, self.rank, self.step)
+            raise NonFiniteLossError(
+                f"the loss became {value} in worker {self.rank} at step {self.step}; a lower --lr "
+                f"is the usual remedy. The state before it is kept in the run's last checkpoint."
+            )
         loss.backward()  # type: ignore[no-untyped-call]
         return float(value)
 
-    def _push(self, links: Sequence[WorkerEnd], versions: Sequence[int]) -> None:
+    def _push(self, versions: Sequence[int]) -> None:
         """Send every shard its slice. An unusable gradient goes to none of them, or a shard without
         the bad element would take half of it."""
-        slots = [link.gradient_slot for link in links]
+        slots = [link.gradient_slot for link in self._links]
         mask = torch.tensor(
             self.model.take_gradient([slot.values for slot in slots]), dtype=torch.uint8
         )
@@ -131,23 +253,48 @@ class Worker:
         for slot in slots:
             slot.mask.copy_(mask)
         void = not all(usable(slot.values) for slot in slots)
-        for link, version in zip(links, versions, strict=True):
-            link.push(Header(self.rank, 0, self.step, version, batch=self.step - 1, void=void))
+        for shard, (link, version) in enumerate(zip(self._links, versions, strict=True)):
+            link.push(
+                Header(
+                    self.rank,
+                    self._incarnation,
+                    self.step,
+                    version,
+                    batch=self.step - 1,
+                    void=void,
+                    epoch=link.welcome.epoch,
+                    shard=shard,
+                )
+            )
 
-    def _await(self, link: WorkerEnd) -> Header | None:
-        while (reply := link.wait_reply(POLL_S)) is None:
-            if self._stop.is_set():
-                return None
+    def _await(self, shard: int) -> Header:
+        """The reply of a server, or the welcome of the one that took its place."""
+        link = self._links[shard]
+        try:
+            while (reply := link.wait_reply(POLL_S)) is None:
+                if self._stop.is_set():
+                    raise ConnectionClosedError("told to stop", over=True)
+        except ConnectionClosedError as error:
+            return self._rejoin(shard, error)
+        if reply.epoch != link.welcome.epoch:
+            return self._rejoin(shard, ConnectionClosedError("a reply of another epoch"))
+        if reply.status in (ACCEPTED, APPLIED):
+            self._acknowledged[shard].append(reply.sequence)
         return reply
 
-    def _take_in(self, links: Sequence[WorkerEnd], replies: Sequence[Header]) -> list[int]:
+    def _take_in(self, replies: Sequence[Header]) -> list[int]:
         """Let the model show what the servers sent; returns the shards' versions."""
+        for link, (lo, hi) in zip(self._links, self.job.slices, strict=True):
+            mine, theirs = self.model.params[lo:hi], link.reply_slot.values
+            if mine.data_ptr() != theirs.data_ptr():
+                mine.copy_(theirs)
         moved = self.model.loaded()
         if moved:
             self.log.warning("put back into place: %s", ", ".join(moved))
-        slot = links[0].reply_slot
+        slot = self._links[0].reply_slot
         self.model.read_buffers(slot.floats, slot.ints)
-        return [reply.reply_version for reply in replies]
+        self._seen = [reply.reply_version for reply in replies]
+        return self._seen
 
     def _account(self, batch: Batch, loss: float) -> None:
         self.stats.num_steps += 1
@@ -170,7 +317,7 @@ def _check_loss(loss: object) -> None:
 def _pooled(replies: Sequence[Header]) -> str:
     """What became of a gradient as a whole: a slice that is not in makes it dropped or rejected."""
     statuses = {reply.status for reply in replies}
-    for bad in (REJECTED, DROPPED):
+    for bad in (REJECTED, DROPPED, LOST):
         if bad in statuses:
             return bad
     return "applied"

@@ -1,20 +1,26 @@
 """The contract that every transport keeps; tests/test_transport.py holds each of them to it.
 
 A connection joins one worker to one server. Its payloads lie in slots, memory that the transport
-owns: two gradient slots, used in turn, and one reply slot. A header says what is in them. One
-thread uses each end; the two ends may be in different threads, processes or machines.
+owns: two gradient slots, used in turn, and one reply slot. A header says what is in them. The two
+ends may be in different threads, processes or machines; one thread uses each end, except where a
+method says otherwise.
 
     worker                                         server
-    link = listener.connect(hello, layout, t)      end = listener.accept(t); read end.hello
+    link = connect(hello, ...)                     end = listener.accept(t)
+                                                   end.read_hello(t)
                                                    fill end.reply_slot; end.welcome(header)
     fill link.gradient_slot                        header = end.receive(t)
     link.push(header)                              read end.gradient_slot(header)
     header = link.wait_reply(t)                    fill end.reply_slot; end.send(header)
     read link.reply_slot
     link.close()                                   end.receive(t) raises ConnectionClosedError
+
+The master asks a server for other things than gradients; that goes over a connection without slots,
+as calls: a message and some tensors there, a message and some tensors back.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +32,11 @@ APPLIED = "applied"
 DROPPED = "dropped"
 REJECTED = "rejected"
 DUPLICATE = "duplicate"
+STALE = "stale"
+STATUSES = (ACCEPTED, APPLIED, DROPPED, REJECTED, DUPLICATE, STALE)
+
+Message = dict[str, Any]
+"""Plain JSON values: what is said in a handshake or a call."""
 
 
 @dataclass(slots=True)
@@ -46,7 +57,12 @@ class Header:
     reply_version: int = -1
     status: str = ACCEPTED
     """What has become of the push: accepted (will be applied), applied, dropped, rejected,
-    duplicate."""
+    duplicate, or stale (meant for an earlier epoch)."""
+    applied_sequence: int = 0
+    """The last of this worker's gradients that is in the shard."""
+    epoch: int = 0
+    """How often the server was started again; both sides refuse what belongs to another one."""
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,7 @@ class Slot:
 
     @classmethod
     def allocate(cls, layout: Layout) -> "Slot":
+        """One in ordinary memory, which says that every tensor has a gradient."""
         return cls(
             torch.zeros(layout.num_elements),
             torch.ones(layout.num_tensors, dtype=torch.uint8),
@@ -95,25 +112,42 @@ class WorkerEnd(ABC):
 
     @abstractmethod
     def push(self, header: Header) -> None:
-        """Hand the gradient slot's payload to the server, without waiting for anything."""
+        """Hand the gradient slot's payload to the server; waits for nothing but the network to take
+        it. When the server is gone nothing happens, and `wait_reply` says so."""
 
     @abstractmethod
     def wait_reply(self, timeout_s: float) -> Header | None:
-        """The reply to the last push, or None when `timeout_s` have passed; then call it again.
-        Raises ConnectionClosedError, with the server's reason, when the server is gone."""
+        """The reply to the last push, or None when about `timeout_s` have passed; then call it
+        again. Raises ConnectionClosedError, with the server's reason, when the server is gone."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Leave. The server has everything that was pushed. May be called twice."""
+    def beat(self) -> None:
+        """Tell the server that the worker is alive. Called by any thread; never waits."""
+
+    @abstractmethod
+    def close(self, *, finished: bool = False) -> None:
+        """Leave; `finished`: with all work done. The server has everything that was pushed. May be
+        called twice."""
 
 
 class ServerEnd(ABC):
     """The server's end of a connection to one worker."""
 
-    hello: dict[str, Any]
-    """What the worker says of itself: plain JSON values."""
-    reply_slot: Slot
-    """The server's to write from the receipt of a push until `send`."""
+    heard_s: float
+    """When the worker was last heard of, on the monotonic clock."""
+    finished: bool
+    """Whether the worker, when it left, said that its work is done."""
+
+    @abstractmethod
+    def read_hello(self, timeout_s: float) -> Message:
+        """What the worker says of itself. Raises ConnectionClosedError when `timeout_s` have passed
+        without it, or when what came is no hello."""
+
+    @property
+    @abstractmethod
+    def reply_slot(self) -> Slot:
+        """The server's to write from the receipt of a push until `send`, and before `welcome`. A
+        connection that is refused before the first use of it never gets any memory."""
 
     @abstractmethod
     def welcome(self, header: Header) -> None:
@@ -125,9 +159,9 @@ class ServerEnd(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float) -> Header | None:
-        """The next push, or None when `timeout_s` have passed. Raises ConnectionClosedError once
-        the
-        worker is gone and everything it pushed has been received."""
+        """The next push, or None when about `timeout_s` have passed. Raises ConnectionClosedError
+        once the worker is gone and everything it pushed has been received; half a push is thrown
+        away."""
 
     @abstractmethod
     def gradient_slot(self, header: Header) -> Slot:
@@ -135,12 +169,43 @@ class ServerEnd(ABC):
 
     @abstractmethod
     def send(self, header: Header) -> None:
-        """Send what is in the reply slot. Never waits for the worker to read it; when the worker is
-        gone nothing happens, and the next `receive` says so."""
+        """Send what is in the reply slot. Waits at most until the network has taken it, for a time
+        that is bounded; when the worker is gone nothing happens, and the next `receive` says so."""
 
     @abstractmethod
-    def close(self, reason: str = "") -> None:
-        """Leave; a waiting worker gets ConnectionClosedError with `reason`. May be called twice."""
+    def is_open(self) -> bool:
+        """Whether the worker is still there, as far as can be known without reading."""
+
+    @abstractmethod
+    def close(self, reason: str = "", *, over: bool = False) -> None:
+        """Leave; a waiting worker gets ConnectionClosedError with `reason`; with `over` that says
+        that the run is, so that it does not come back. Any thread may call it, also twice."""
+
+    @abstractmethod
+    def answer_calls(self, answer: "Answer", timeout_s: float) -> None:
+        """Answer the master's next call with what `answer` makes of it; returns after that or after
+        about `timeout_s`. Instead of `welcome`, `receive` and `send`, for a hello that asked for
+        it."""
+
+
+Answer = Callable[[Message, Mapping[str, Tensor]], tuple[Message, Mapping[str, Tensor]]]
+"""A call's message and tensors -> the answer's."""
+
+
+class CallEnd(ABC):
+    """The master's end of a connection for calls."""
+
+    @abstractmethod
+    def call(
+        self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
+    ) -> tuple[Message, dict[str, Tensor]]:
+        """Ask, and wait for the answer, whose tensors belong to the caller. Raises
+        ConnectionClosedError when the server is gone, or `timeout_s` have passed: then the
+        connection is closed, since a late answer would be taken for the next one's."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. May be called twice."""
 
 
 class Listener(ABC):
@@ -148,9 +213,30 @@ class Listener(ABC):
 
     @abstractmethod
     def accept(self, timeout_s: float) -> ServerEnd | None:
-        """The next worker that asks to come in, or None when `timeout_s` have passed.
+        """The next who asks to come in, or None when `timeout_s` have passed.
         Raises ConnectionClosedError after `close`."""
 
     @abstractmethod
     def close(self) -> None:
         """Take nobody in any more; connections made before go on. May be called twice."""
+
+
+class Network(ABC):
+    """How the servers of a run are reached, by their index."""
+
+    @abstractmethod
+    def connect(
+        self, shard: int, hello: Message, layout: Layout, timeout_s: float, params: Tensor
+    ) -> WorkerEnd:
+        """Ask to be taken in by a server, and wait for the welcome. Raises ConnectionClosedError
+        when nobody is there, when refused, or when `timeout_s` have passed.
+
+        `params` is where the worker keeps this shard's parameters; a transport that can makes it
+        the reply slot's memory.
+        """
+
+    @abstractmethod
+    def connect_for_calls(
+        self, shard: int, hello: Message, layout: Layout, timeout_s: float
+    ) -> CallEnd:
+        """A connection over which the master asks a server for this and that."""

@@ -3,28 +3,44 @@ tensors."""
 
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from offbeat.errors import ConnectionClosedError
-from offbeat.transport.base import Header, Layout, Listener, ServerEnd, Slot, WorkerEnd
+from offbeat.transport.base import (
+    Answer,
+    CallEnd,
+    Header,
+    Layout,
+    Listener,
+    Message,
+    Network,
+    ServerEnd,
+    Slot,
+    WorkerEnd,
+)
 
-_Mailbox = queue.SimpleQueue[Header | ConnectionClosedError]
+_Call = tuple[Message, Mapping[str, Tensor]]
+_Mailbox = queue.SimpleQueue[Header | _Call | ConnectionClosedError]
 
 
 class _Channel:
     """What both ends hold: two mailboxes and the slots."""
 
-    def __init__(self, layout: Layout, params: Tensor | None) -> None:
+    def __init__(self, layout: Layout | None, params: Tensor | None) -> None:
         self.to_server: _Mailbox = queue.SimpleQueue()
         self.to_worker: _Mailbox = queue.SimpleQueue()
-        self.gradients = (Slot.allocate(layout), Slot.allocate(layout))
-        reply = Slot.allocate(layout)
-        if params is not None:
-            reply = Slot(params, reply.mask, reply.floats, reply.ints)
-        self.reply = reply
+        self.heard_s = time.monotonic()
+        self.worker_left = False
+        self.worker_finished = False
+        if layout is not None:
+            self.gradients = (Slot.allocate(layout), Slot.allocate(layout))
+            reply = Slot.allocate(layout)
+            if params is not None:
+                reply = Slot(params, reply.mask, reply.floats, reply.ints)
+            self.reply = reply
 
 
 class InprocWorkerEnd(WorkerEnd):
@@ -40,30 +56,54 @@ class InprocWorkerEnd(WorkerEnd):
 
     def push(self, header: Header) -> None:
         self._num_pushed += 1
+        self.beat()
         self._channel.to_server.put(header)
 
     def wait_reply(self, timeout_s: float) -> Header | None:
-        return _take(self._channel.to_worker, timeout_s)
+        reply = _take(self._channel.to_worker, timeout_s)
+        assert not isinstance(reply, tuple)
+        return reply
 
-    def close(self) -> None:
+    def beat(self) -> None:
+        self._channel.heard_s = time.monotonic()
+
+    def close(self, *, finished: bool = False) -> None:
+        if not self._channel.worker_left:
+            self._channel.worker_finished = finished
+            self._channel.worker_left = True
         self._channel.to_server.put(ConnectionClosedError("the worker left"))
 
 
 class InprocServerEnd(ServerEnd):
-    def __init__(self, channel: _Channel, hello: dict[str, Any]) -> None:
-        self.hello = hello
-        self.reply_slot = channel.reply
+    def __init__(self, channel: _Channel, hello: Message) -> None:
+        self._hello = hello
         self._channel = channel
         self._num_received = 0
+
+    @property
+    def heard_s(self) -> float:  # type: ignore[override]
+        return self._channel.heard_s
+
+    @property
+    def finished(self) -> bool:  # type: ignore[override]
+        return self._channel.worker_finished
+
+    def read_hello(self, timeout_s: float) -> Message:
+        return self._hello
+
+    @property
+    def reply_slot(self) -> Slot:
+        return self._channel.reply
 
     def welcome(self, header: Header) -> None:
         self._channel.to_worker.put(header)
 
     def refuse(self, reason: str) -> None:
-        self.close(reason)
+        self._channel.to_worker.put(ConnectionClosedError(reason, refused=True))
 
     def receive(self, timeout_s: float) -> Header | None:
         header = _take(self._channel.to_server, timeout_s)
+        assert not isinstance(header, tuple)
         if header is not None:
             self._num_received += 1
         return header
@@ -74,8 +114,36 @@ class InprocServerEnd(ServerEnd):
     def send(self, header: Header) -> None:
         self._channel.to_worker.put(header)
 
-    def close(self, reason: str = "") -> None:
-        self._channel.to_worker.put(ConnectionClosedError(reason or "the server left"))
+    def is_open(self) -> bool:
+        return not self._channel.worker_left
+
+    def close(self, reason: str = "", *, over: bool = False) -> None:
+        goodbye = ConnectionClosedError(reason or "the server left", over=over)
+        self._channel.to_worker.put(goodbye)
+        self._channel.to_server.put(ConnectionClosedError("this end was closed"))
+
+    def answer_calls(self, answer: Answer, timeout_s: float) -> None:
+        call = _take(self._channel.to_server, timeout_s)
+        if isinstance(call, tuple):
+            self._channel.to_worker.put(answer(*call))
+
+
+class InprocCallEnd(CallEnd):
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+
+    def call(
+        self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
+    ) -> tuple[Message, dict[str, Tensor]]:
+        self._channel.to_server.put((message, tensors))
+        answer = _take(self._channel.to_worker, timeout_s)
+        if not isinstance(answer, tuple):
+            self.close()
+            raise ConnectionClosedError(f"no answer from the server within {timeout_s:g} s")
+        return answer[0], dict(answer[1])
+
+    def close(self) -> None:
+        self._channel.to_server.put(ConnectionClosedError("the master left"))
 
 
 class InprocListener(Listener):
@@ -90,7 +158,7 @@ class InprocListener(Listener):
 
     def connect(
         self,
-        hello: dict[str, Any],
+        hello: Message,
         layout: Layout,
         timeout_s: float,
         *,
@@ -101,15 +169,15 @@ class InprocListener(Listener):
 
         `params`, where given, becomes the reply slot's memory: replies then need no further copy.
         """
-        channel = _Channel(layout, params)
-        with self._door:
-            if self._closed:
-                raise ConnectionClosedError("the server takes nobody in any more")
-            self._requests.put(InprocServerEnd(channel, hello))
+        channel = self._knock(_Channel(layout, params), hello)
         welcome = _take(channel.to_worker, timeout_s)
-        if welcome is None:
+        if not isinstance(welcome, Header):
             raise ConnectionClosedError(f"no answer from the server within {timeout_s:g} s")
         return InprocWorkerEnd(channel, welcome)
+
+    def connect_for_calls(self, hello: Message) -> InprocCallEnd:
+        """A connection over which the master asks the server for this and that."""
+        return InprocCallEnd(self._knock(_Channel(None, None), {**hello, "calls": True}))
 
     def accept(self, timeout_s: float) -> ServerEnd | None:
         try:
@@ -128,6 +196,13 @@ class InprocListener(Listener):
                 request.refuse("the server takes nobody in any more")
             self._requests.put(ConnectionClosedError("the listener was closed"))
 
+    def _knock(self, channel: _Channel, hello: Message) -> _Channel:
+        with self._door:
+            if self._closed:
+                raise ConnectionClosedError("the server takes nobody in any more")
+            self._requests.put(InprocServerEnd(channel, hello))
+        return channel
+
     def _waiting(self) -> Iterator[InprocServerEnd]:
         """Take out whoever waits to be let in."""
         while True:
@@ -139,7 +214,22 @@ class InprocListener(Listener):
                 yield request
 
 
-def _take(mailbox: _Mailbox, timeout_s: float) -> Header | None:
+class InprocNetwork(Network):
+    def __init__(self, listeners: Sequence[InprocListener]) -> None:
+        self._listeners = listeners
+
+    def connect(
+        self, shard: int, hello: Message, layout: Layout, timeout_s: float, params: Tensor
+    ) -> InprocWorkerEnd:
+        return self._listeners[shard].connect(hello, layout, timeout_s, params=params)
+
+    def connect_for_calls(
+        self, shard: int, hello: Message, layout: Layout, timeout_s: float
+    ) -> InprocCallEnd:
+        return self._listeners[shard].connect_for_calls(hello)
+
+
+def _take(mailbox: _Mailbox, timeout_s: float) -> Header | _Call | None:
     """The next header; a goodbye is left in the box, so that every later call hears it too."""
     try:
         message = mailbox.get(timeout=timeout_s)
@@ -149,5 +239,5 @@ def _take(mailbox: _Mailbox, timeout_s: float) -> Header | None:
         while not mailbox.empty():
             mailbox.get()  # later goodbyes
         mailbox.put(message)
-        raise ConnectionClosedError(str(message))
+        raise message.again()
     return message

@@ -1,0 +1,103 @@
+"""The line between a role's process and the engine that started it.
+
+A role reports how far it is, is told to stop, and notices when the engine is gone; then it ends as if
+it had been told to. Imports no torch, so that a process is heard of from its first moment on.
+"""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from offbeat.errors import NonFiniteLossError, StepError, in_a_line
+
+CONTROL_VARIABLE = "OFFBEAT_CONTROL_FD"
+DATA_VARIABLE = "OFFBEAT_DATA_FD"
+REPORT_EVERY_S = 0.2
+ORPHAN_TIMEOUT_S = 5.0
+"""How long a process whose engine is gone may take to end by itself."""
+
+
+class Control:
+    """The line between a role's process and the engine that started it: lines of JSON.
+
+    up:    {"status": {...}} several times a second; {"failed": {...}} before a bad end
+    down:  {"stop": true}
+
+    A thread of its own reports, whatever the rest of the process is busy with.
+    """
+
+    in_a_role = False
+    """Whether this process is a role's."""
+
+    def __init__(self, line: socket.socket | None) -> None:
+        self.stop = threading.Event()
+        self.status: Callable[[], dict[str, Any]] = dict
+        self.flush: Callable[[], None] = lambda: None
+        """Called with every report, for what has to be written down from time to time."""
+        self._line = line
+        self._done = threading.Event()
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    @classmethod
+    def from_environment(cls) -> "Control":
+        cls.in_a_role = True
+        descriptor = os.environ.pop(CONTROL_VARIABLE, None)
+        return cls(None if descriptor is None else socket.socket(fileno=int(descriptor)))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+        self._report()
+        if self._line is not None:
+            self._line.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the engine why this process ends."""
+        step = error.step if isinstance(error, StepError) else None
+        cause = error.__cause__ if isinstance(error, StepError) and error.__cause__ else error
+        not_finite = isinstance(cause, NonFiniteLossError)
+        self._send({"failed": {"line": in_a_line(cause), "step": step, "not_finite": not_finite}})
+
+    def _run(self) -> None:
+        if self._line is not None:
+            self._line.settimeout(REPORT_EVERY_S)
+        while not self._done.is_set():
+            self._report()
+            if self._line is None:
+                self._done.wait(REPORT_EVERY_S)
+            elif not self._listen(self._line):
+                self.stop.set()
+                if not self._done.wait(ORPHAN_TIMEOUT_S):
+                    os._exit(1)  # the engine is gone, and something here does not end
+
+    def _report(self) -> None:
+        self._send({"status": self.status()})
+        self.flush()
+
+    def _listen(self, line: socket.socket) -> bool:
+        """Wait a moment for an order; False: the engine is gone."""
+        try:
+            received = line.recv(4096)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        if b"stop" in received:
+            self.stop.set()
+        return bool(received)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._line is None:
+            return
+        with self._sending:
+            try:
+                self._line.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                return  # the engine is gone; the thread that listens sees to it

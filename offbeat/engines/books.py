@@ -1,0 +1,22 @@
+"""What an engine itself writes down: events/engine.jsonl, with a run's start, restarts and end."""
+
+from collections.abc import Callable
+from typing import Any
+
+from offbeat.events import EventLog
+from offbeat.rundir import RunFolder
+
+
+class Books:
+    def __init__(self, folder: RunFolder, clock: Callable[[], float]) -> None:
+        self._events = EventLog.create(folder.events, "engine")
+        self._clock = clock
+        self.record("start")
+
+    def record(self, phase: str, **more: Any) -> None:
+        self._events.record("run", phase=phase, at_s=self._clock(), **more)
+        self._events.flush()
+
+    def close(self, status: str) -> None:
+        self.record("end", status=status)
+        self._events.close()

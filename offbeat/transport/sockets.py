@@ -1,0 +1,416 @@
+"""Connections between processes: Unix sockets with payloads in shared memory, TCP with them inline.
+
+One protocol, two ways for the payload. An address says which: `unix:@name` (Linux's abstract
+namespace: no file), `unix:/short/path`, or `tcp:host:port`.
+
+    listener = SocketListener("tcp:127.0.0.1:0", layout);  listener.address
+    link = connect(listener.address, hello, layout, timeout_s)
+
+On one machine the server makes a connection's memory, seals it, and passes its descriptor with the
+welcome; headers go over the socket. A peer that dies is an end of file, at once, either way.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import ConfigError, ConnectionClosedError
+from offbeat.memory import aligned, make_memory, map_memory, view
+from offbeat.transport.base import (
+    Answer,
+    CallEnd,
+    Header,
+    Layout,
+    Listener,
+    Message,
+    ServerEnd,
+    Slot,
+    WorkerEnd,
+)
+from offbeat.transport.wire import (
+    ANSWER,
+    BEAT,
+    CALL,
+    GOODBYE,
+    HELLO,
+    PUSH,
+    REFUSE,
+    REPLY,
+    WELCOME,
+    Connection,
+    Frame,
+    as_bytes,
+    json_frame,
+    pack,
+    read_call,
+    send_call,
+)
+
+BACKLOG = 128
+_BEAT = pack(BEAT)
+
+
+def connect(address: str, hello: Message, layout: Layout, timeout_s: float) -> "SocketWorkerEnd":
+    """Ask the server at `address` to be taken in, and wait for the welcome. Raises
+    ConnectionClosedError when nobody is there, when refused, or when `timeout_s` have passed."""
+    connection = _dial(address, hello, timeout_s)
+    try:
+        frame, descriptor = connection.receive_with_descriptor(timeout_s)
+        try:
+            _expect(connection, frame, WELCOME)
+            slots = _Slots(layout) if descriptor is None else _Slots.shared(layout, descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        if descriptor is None:
+            _read_payload(connection, frame, slots.reply)
+    except (ConnectionClosedError, ValueError) as error:
+        connection.close()
+        raise (
+            error if isinstance(error, ConnectionClosedError) else ConnectionClosedError(str(error))
+        ) from error
+    return SocketWorkerEnd(connection, frame.header, slots, inline=descriptor is None)
+
+
+def connect_for_calls(
+    address: str, hello: Message, layout: Layout, timeout_s: float
+) -> "SocketCallEnd":
+    """A connection over which the master asks a server for this and that."""
+    return SocketCallEnd(_dial(address, {**hello, "calls": True}, timeout_s), _call_bytes(layout))
+
+
+class SocketWorkerEnd(WorkerEnd):
+    def __init__(
+        self, connection: Connection, welcome: Header, slots: "_Slots", *, inline: bool
+    ) -> None:
+        self.welcome = welcome
+        self.reply_slot = slots.reply
+        self._connection = connection
+        self._slots = slots
+        self._inline = inline
+        self._num_pushed = 0
+
+    @property
+    def gradient_slot(self) -> Slot:
+        return self._slots.gradients[self._num_pushed % 2]
+
+    def push(self, header: Header) -> None:
+        slot = self.gradient_slot
+        self._num_pushed += 1
+        with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
+            _send_payload(self._connection, PUSH, header, slot if self._inline else None)
+
+    def wait_reply(self, timeout_s: float) -> Header | None:
+        frame = self._connection.receive(timeout_s)
+        if frame is None:
+            return None
+        _expect(self._connection, frame, REPLY)
+        if self._inline:
+            _read_payload(self._connection, frame, self.reply_slot)
+        return frame.header
+
+    def beat(self) -> None:
+        self._connection.try_to_send(_BEAT)
+
+    def close(self, *, finished: bool = False) -> None:
+        self._connection.close(pack(GOODBYE, flag=finished))
+
+
+class SocketServerEnd(ServerEnd):
+    def __init__(self, connection: Connection, layout: Layout, *, inline: bool) -> None:
+        self.heard_s = time.monotonic()
+        self.finished = False
+        self._connection = connection
+        self._layout = layout
+        self._inline = inline
+        self._slots: _Slots | None = None
+        self._descriptor: int | None = None
+        self._num_received = 0
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
+
+    def read_hello(self, timeout_s: float) -> Message:
+        frame = self._connection.receive(timeout_s)
+        if frame is None:
+            raise self._connection.lost(f"no hello within {timeout_s:g} s")
+        _expect(self._connection, frame, HELLO)
+        return self._connection.read_json(frame.length)
+
+    @property
+    def reply_slot(self) -> Slot:
+        return self._memory().reply
+
+    def welcome(self, header: Header) -> None:
+        slots = self._memory()
+        with contextlib.suppress(ConnectionClosedError):  # receive raises it again
+            if self._descriptor is None:
+                _send_payload(self._connection, WELCOME, header, slots.reply)
+            else:
+                frame = pack(WELCOME, header)
+                self._connection.send(frame, descriptors=[self._descriptor])
+        self._let_go()
+
+    def refuse(self, reason: str) -> None:
+        self._connection.close(*json_frame(REFUSE, {"reason": reason}))
+        self._let_go()
+
+    def receive(self, timeout_s: float) -> Header | None:
+        deadline_s = time.monotonic() + timeout_s
+        while (frame := self._connection.receive(deadline_s - time.monotonic())) is not None:
+            self.heard_s = time.monotonic()
+            if frame.type != BEAT:
+                break
+        if frame is None:
+            return None
+        if frame.type == GOODBYE:
+            self.finished = frame.flag
+            raise self._connection.lost("the worker left")
+        _expect(self._connection, frame, PUSH)
+        self._num_received += 1
+        if self._inline:
+            _read_payload(self._connection, frame, self.gradient_slot(frame.header))
+        elif frame.length:
+            raise self._connection.lost("a payload where none is expected")
+        return frame.header
+
+    def gradient_slot(self, header: Header) -> Slot:
+        return self._memory().gradients[(self._num_received - 1) % 2]
+
+    def send(self, header: Header) -> None:
+        with contextlib.suppress(ConnectionClosedError):  # receive raises it again
+            slot = self._memory().reply if self._inline else None
+            _send_payload(self._connection, REPLY, header, slot)
+
+    def is_open(self) -> bool:
+        return not self._poll.poll(0)
+
+    def close(self, reason: str = "", *, over: bool = False) -> None:
+        message = {"reason": reason or "the server left", "over": over}
+        self._connection.close(*json_frame(GOODBYE, message))
+        self._let_go()
+
+    def answer_calls(self, answer: Answer, timeout_s: float) -> None:
+        frame = self._connection.receive(timeout_s)
+        if frame is None:
+            return
+        _expect(self._connection, frame, CALL)
+        message, tensors = read_call(self._connection, frame, _call_bytes(self._layout))
+        send_call(self._connection, ANSWER, *answer(message, tensors))
+
+    def _memory(self) -> "_Slots":
+        if self._slots is None:
+            if self._inline:
+                self._slots = _Slots(self._layout)
+            else:
+                self._descriptor = make_memory(_Slots.num_bytes(self._layout))
+                self._slots = _Slots.shared(self._layout, self._descriptor)
+        return self._slots
+
+    def _let_go(self) -> None:
+        """The mapping is enough from now on."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class SocketCallEnd(CallEnd):
+    def __init__(self, connection: Connection, most_bytes: int) -> None:
+        self._connection = connection
+        self._most_bytes = most_bytes
+
+    def call(
+        self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
+    ) -> tuple[Message, dict[str, Tensor]]:
+        send_call(self._connection, CALL, message, tensors)
+        frame = self._connection.receive(timeout_s)
+        if frame is None:
+            self.close()
+            raise ConnectionClosedError(f"no answer from the server within {timeout_s:g} s")
+        _expect(self._connection, frame, ANSWER)
+        return read_call(self._connection, frame, self._most_bytes)
+
+    def close(self) -> None:
+        self._connection.close(pack(GOODBYE))
+
+
+class SocketListener(Listener):
+    """A server's door. `address` says where it is: with a TCP port of 0, which port it got."""
+
+    def __init__(self, address: str, layout: Layout) -> None:
+        family, where = _resolve(address)
+        self._layout = layout
+        self._path = where if family == socket.AF_UNIX and where[0] != "\0" else None
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._closed = False
+        try:
+            if family != socket.AF_UNIX:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(where)
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise ConnectionClosedError(f"cannot listen at {address}: {error.strerror}") from error
+        self.address = address
+        if family != socket.AF_UNIX:
+            host, port = self._socket.getsockname()[:2]
+            self.address = f"tcp:{host}:{port}"
+
+    def accept(self, timeout_s: float) -> ServerEnd | None:
+        try:
+            self._socket.settimeout(timeout_s)
+            accepted, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        except OSError as error:
+            if self._closed:
+                raise ConnectionClosedError("the listener was closed") from error
+            return None  # whoever knocked is gone again, or there are no descriptors left
+        inline = accepted.family != socket.AF_UNIX
+        if inline:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        elif not _same_user(accepted):
+            accepted.close()
+            return None
+        return SocketServerEnd(Connection(accepted), self._layout, inline=inline)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):  # not every system lets a listening socket be shut down
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+
+
+class _Slots:
+    """Two gradient slots and one reply slot, in ordinary or in shared memory."""
+
+    def __init__(self, layout: Layout, buffer: mmap.mmap | None = None) -> None:
+        made = [
+            Slot.allocate(layout) if buffer is None else _slot_in(layout, buffer, number)
+            for number in range(3)
+        ]
+        self.gradients = made[:2]
+        self.reply = made[2]
+
+    @classmethod
+    def shared(cls, layout: Layout, descriptor: int) -> "_Slots":
+        return cls(layout, map_memory(descriptor, cls.num_bytes(layout)))
+
+    @staticmethod
+    def num_bytes(layout: Layout) -> int:
+        return 3 * _slot_bytes(layout)
+
+
+def _slot_bytes(layout: Layout) -> int:
+    return (
+        aligned(4 * layout.num_elements)
+        + aligned(4 * layout.num_floats)
+        + aligned(8 * layout.num_ints)
+        + aligned(layout.num_tensors)
+    )
+
+
+def _slot_in(layout: Layout, buffer: mmap.mmap, number: int) -> Slot:
+    start = number * _slot_bytes(layout)
+    floats_at = start + aligned(4 * layout.num_elements)
+    ints_at = floats_at + aligned(4 * layout.num_floats)
+    mask_at = ints_at + aligned(8 * layout.num_ints)
+    return Slot(
+        values=view(buffer, torch.float32, layout.num_elements, start),
+        mask=view(buffer, torch.uint8, layout.num_tensors, mask_at),
+        floats=view(buffer, torch.float32, layout.num_floats, floats_at),
+        ints=view(buffer, torch.int64, layout.num_ints, ints_at),
+    )
+
+
+def _call_bytes(layout: Layout) -> int:
+    """The most that the tensors of a call can hold: a shard's state, whatever its optimizer."""
+    return 64 * (layout.num_elements + layout.num_floats + layout.num_ints + layout.num_tensors)
+
+
+def _parts(slot: Slot) -> list[memoryview]:
+    return [as_bytes(t) for t in (slot.values, slot.mask, slot.floats, slot.ints) if t.numel()]
+
+
+def _send_payload(connection: Connection, kind: int, header: Header, slot: Slot | None) -> None:
+    if slot is None:
+        connection.send(pack(kind, header))
+        return
+    parts = _parts(slot)
+    connection.send(pack(kind, header, sum(len(part) for part in parts)), *parts)
+
+
+def _read_payload(connection: Connection, frame: Frame, slot: Slot) -> None:
+    parts = _parts(slot)
+    expected = sum(len(part) for part in parts)
+    if frame.length != expected:
+        raise connection.lost(f"a payload of {frame.length} bytes instead of {expected}")
+    connection.read_body(*parts)
+
+
+def _expect(connection: Connection, frame: Frame, kind: int) -> None:
+    """Raise what another frame than the expected one means."""
+    if frame.type == kind:
+        return
+    if frame.type in (REFUSE, GOODBYE):
+        said = connection.read_json(frame.length) if frame.length else {}
+        reason = str(said.get("reason", "the other end left"))
+        over, refused = bool(said.get("over", False)), frame.type == REFUSE
+        raise connection.lost(reason, over=over, refused=refused)
+    raise connection.lost(f"a frame of type {frame.type} where {kind} was expected")
+
+
+def _dial(address: str, hello: Message, timeout_s: float) -> Connection:
+    family, where = _resolve(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(where)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        elif not _same_user(sock):
+            raise ConnectionClosedError(f"{address} belongs to another user")
+        connection = Connection(sock)
+        connection.send(*json_frame(HELLO, hello))
+    except OSError as error:
+        sock.close()
+        raise ConnectionClosedError(f"nobody answers at {address}: {error}") from error
+    except ConnectionClosedError:
+        sock.close()
+        raise
+    return connection
+
+
+def _resolve(address: str) -> tuple[socket.AddressFamily, str]:
+    """The family, and what bind and connect take."""
+    kind, _, where = address.partition(":")
+    if kind == "unix" and where:
+        return socket.AF_UNIX, "\0" + where[1:] if where.startswith("@") else where
+    host, colon, port = where.rpartition(":")
+    if kind != "tcp" or not colon or not port.isdigit():
+        raise ConfigError(
+            f"{address!r} is no address; known: tcp:host:port, unix:@name, unix:/path"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return family, (host.strip("[]"), int(port))  # type: ignore[return-value]
+
+
+def _same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this user."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # there, the socket is a file in a folder that only its user can enter
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", raw)
+    return bool(uid == os.getuid())

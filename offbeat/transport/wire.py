@@ -1,0 +1,344 @@
+"""What travels over a socket: frames, each a header of fixed size and a body.
+
+A frame says what it is (its type) and how long its body is. JSON stands in the bodies of handshakes
+and calls only, tensors are raw bytes, and nothing that comes in is ever executed. Lengths are
+checked against what is expected before anything is read or allocated.
+"""
+
+import json
+import math
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import ConnectionClosedError
+from offbeat.flat import PROTOCOL
+from offbeat.transport.base import STATUSES, Header, Message
+
+MAGIC = b"OFFB"
+FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
+"""magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
+sequence, batch, base version, reply version + 1, applied sequence: 80 bytes."""
+
+HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER = range(1, 10)
+
+MOST_JSON_BYTES = 1 << 20
+STALL_TIMEOUT_S = 60.0
+"""How long a peer may take to go on in the middle of a frame before it counts as gone."""
+WAKE_S = 0.2
+"""A thread that waits for a frame looks up this often."""
+
+_FLAG = 1
+"""In a push: void. In a goodbye: finished, or over."""
+_NO_HEADER = Header(0, 0, 0, 0, 0)
+_STATUS_NUMBERS = {status: number for number, status in enumerate(STATUSES)}
+
+Buffer = memoryview | bytes
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's own memory; it must be contiguous and on the CPU."""
+    return tensor.numpy().reshape(-1).view("u1").data
+
+
+class Frame:
+    """A header as it came: its type, the length of the body that follows, and the rest."""
+
+    __slots__ = ("flag", "header", "length", "type")
+
+    def __init__(self, raw: bytes | bytearray) -> None:
+        (
+            magic,
+            protocol,
+            self.type,
+            status,
+            flags,
+            shard,
+            worker,
+            incarnation,
+            epoch,
+            self.length,
+            sequence,
+            batch,
+            base_version,
+            reply_version,
+            applied_sequence,
+        ) = FORMAT.unpack(raw)
+        if magic != MAGIC:
+            raise ConnectionClosedError("the other end does not speak Offbeat's protocol")
+        if protocol != PROTOCOL:
+            raise ConnectionClosedError(
+                f"the other end speaks version {protocol} of the protocol, this one {PROTOCOL}"
+            )
+        if status >= len(STATUSES):
+            raise ConnectionClosedError(f"the other end sent an unknown status {status}")
+        self.flag = bool(flags & _FLAG)
+        self.header = Header(
+            worker,
+            incarnation,
+            sequence,
+            base_version,
+            batch,
+            self.flag,
+            reply_version - 1,
+            STATUSES[status],
+            applied_sequence,
+            epoch,
+            shard,
+        )
+
+
+def pack(kind: int, header: Header = _NO_HEADER, length: int = 0, *, flag: bool = False) -> bytes:
+    return FORMAT.pack(
+        MAGIC,
+        PROTOCOL,
+        kind,
+        _STATUS_NUMBERS[header.status],
+        _FLAG if flag or header.void else 0,
+        header.shard,
+        header.worker,
+        header.incarnation,
+        header.epoch,
+        length,
+        header.sequence,
+        header.batch,
+        header.base_version,
+        header.reply_version + 1,
+        header.applied_sequence,
+    )
+
+
+class Connection:
+    """A socket that carries frames. One thread reads; any may send; any may close."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._head = bytearray(FORMAT.size)
+        self._num_read = 0
+        self._sending = threading.Lock()
+        self._reading = threading.Lock()
+        self._closed: ConnectionClosedError | None = None
+        sock.setblocking(True)
+        seconds = struct.pack("ll", 0, int(WAKE_S * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send(self, head: bytes, *body: Buffer, descriptors: Sequence[int] = ()) -> None:
+        """Send a frame whole; raises ConnectionClosedError when that is not possible."""
+        with self._sending:
+            try:
+                self._send(head, body, descriptors)
+            except OSError as error:
+                raise self._lost(error) from error
+
+    def try_to_send(self, head: bytes) -> None:
+        """Send a frame that nobody waits for, unless the line is busy or gone."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            num_sent = self._socket.send(head, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            if num_sent < len(head):
+                self._send(head[num_sent:], (), ())
+        except OSError:
+            return  # full, or gone: whoever reads will be told
+        finally:
+            self._sending.release()
+
+    def _send(self, head: bytes, body: Sequence[Buffer], descriptors: Sequence[int]) -> None:
+        if descriptors:
+            num_sent = socket.send_fds(self._socket, [head], list(descriptors))
+            if num_sent < len(head):
+                self._send_all(head[num_sent:])
+        else:
+            self._send_all(head)
+        for part in body:
+            self._send_all(part)
+
+    def _send_all(self, part: Buffer) -> None:
+        rest = memoryview(part)
+        deadline_s = 0.0
+        while len(rest):
+            try:
+                num_sent = self._socket.send(rest, socket.MSG_NOSIGNAL)
+                rest = rest[num_sent:]
+                deadline_s = 0.0
+            except BlockingIOError:
+                deadline_s = deadline_s or time.monotonic() + STALL_TIMEOUT_S
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"the other end read nothing for {STALL_TIMEOUT_S:g} s")
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def receive(self, timeout_s: float) -> Frame | None:
+        """The next frame's header, or None when about `timeout_s` have passed. Its body must be
+        read before the next one."""
+        with self._reading:
+            deadline_s = time.monotonic() + timeout_s
+            while self._num_read < FORMAT.size:
+                target = memoryview(self._head)[self._num_read :]
+                count = self._read_some(target)
+                self._num_read += count
+                if not count and time.monotonic() >= deadline_s:
+                    return None
+            self._num_read = 0
+            return Frame(self._head)
+
+    def read_body(self, *targets: Buffer) -> None:
+        """Fill these with the body of the frame whose header came last."""
+        with self._reading:
+            for target in targets:
+                rest = memoryview(target)
+                deadline_s = time.monotonic() + STALL_TIMEOUT_S
+                while len(rest):
+                    count = self._read_some(rest)
+                    rest = rest[count:]
+                    if count:
+                        deadline_s = time.monotonic() + STALL_TIMEOUT_S
+                    elif time.monotonic() > deadline_s:
+                        raise self._lost(TimeoutError("the other end stopped in mid-frame"))
+
+    def read_json(self, length: int) -> Message:
+        """A body of JSON; one that is too long is not read at all."""
+        if length > MOST_JSON_BYTES:
+            raise self._lost(OSError(f"a message of {length} bytes is too long"))
+        raw = bytearray(length)
+        self.read_body(memoryview(raw))
+        try:
+            message = json.loads(raw)
+        except ValueError as error:
+            raise self._lost(OSError("a message that is no JSON")) from error
+        if not isinstance(message, dict):
+            raise self._lost(OSError("a message that is no table"))
+        return message
+
+    def receive_with_descriptor(self, timeout_s: float) -> tuple[Frame, int | None]:
+        """The next frame's header, and the file descriptor that came with it, if any."""
+        with self._reading:
+            deadline_s = time.monotonic() + timeout_s
+            descriptor = None
+            while self._num_read < FORMAT.size:
+                try:
+                    raw, found, _, _ = socket.recv_fds(
+                        self._socket, FORMAT.size - self._num_read, 1
+                    )
+                except BlockingIOError:
+                    if time.monotonic() >= deadline_s:
+                        raise self._lost(
+                            TimeoutError(f"no answer within {timeout_s:g} s")
+                        ) from None
+                    continue
+                except OSError as error:
+                    raise self._lost(error) from error
+                if not raw:
+                    raise self._lost(None)
+                descriptor = found[0] if found else descriptor
+                self._head[self._num_read : self._num_read + len(raw)] = raw
+                self._num_read += len(raw)
+            self._num_read = 0
+            return Frame(self._head), descriptor
+
+    def _read_some(self, target: memoryview) -> int:
+        """Read what is there; 0 when nothing came for a while."""
+        try:
+            count = self._socket.recv_into(target)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(error) from error
+        if not count:
+            raise self._lost(None)
+        return count
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def lost(
+        self, reason: str, *, over: bool = False, refused: bool = False
+    ) -> ConnectionClosedError:
+        """Remember why this connection is at its end; the first reason stays."""
+        if self._closed is None:
+            self._closed = ConnectionClosedError(reason, over=over, refused=refused)
+        return self._closed.again()
+
+    def _lost(self, error: OSError | None) -> ConnectionClosedError:
+        return self.lost(
+            "the other end is gone" if error is None else f"the connection broke: {error}"
+        )
+
+    def close(self, goodbye: bytes = b"", reason: bytes = b"") -> None:
+        """Say goodbye where that needs no waiting, and hang up. A thread that reads is woken."""
+        if self._closed is None and goodbye:
+            if self._sending.acquire(timeout=WAKE_S):
+                try:
+                    self._socket.send(goodbye + reason, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                except OSError:
+                    pass  # gone already: then nobody needs to be told
+                finally:
+                    self._sending.release()
+        self.lost("this end was closed")
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end was quicker
+        with self._reading:
+            self._socket.close()
+
+
+# -- messages with tensors: calls and their answers ------------------------------------------------
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.int64, torch.uint8)}
+
+
+def send_call(
+    connection: Connection, kind: int, message: Message, tensors: Mapping[str, Tensor]
+) -> None:
+    """A frame of JSON that describes the tensors, then their bytes."""
+    table = [[name, _dtype_name(t), list(t.shape)] for name, t in tensors.items()]
+    raw = json.dumps({"message": message, "tensors": table}).encode()
+    parts = [as_bytes(tensor.contiguous()) for tensor in tensors.values()]
+    connection.send(pack(kind, length=len(raw)), raw, *parts)
+
+
+def read_call(
+    connection: Connection, frame: Frame, most_bytes: int
+) -> tuple[Message, dict[str, Tensor]]:
+    """The message and the tensors of a call; refuses more than `most_bytes` of tensors unread."""
+    described = connection.read_json(frame.length)
+    try:
+        shapes = [
+            (str(n), _DTYPES[d], [int(size) for size in s]) for n, d, s in described["tensors"]
+        ]
+        message = dict(described["message"])
+        sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in shapes]
+        fits = all(s >= 0 for _, _, shape in shapes for s in shape) and sum(sizes) <= most_bytes
+    except (KeyError, TypeError, ValueError) as error:
+        raise connection.lost(f"a call that makes no sense: {error!r}") from error
+    if not fits:
+        raise connection.lost(
+            f"a call with {sum(sizes)} bytes of tensors; {most_bytes} are allowed"
+        )
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in shapes}
+    connection.read_body(*(as_bytes(tensor) for tensor in tensors.values()))
+    return message, tensors
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def json_frame(
+    kind: int, message: Mapping[str, Any], header: Header = _NO_HEADER
+) -> tuple[bytes, bytes]:
+    """Header and body of a frame that holds JSON."""
+    raw = json.dumps(message).encode()
+    return pack(kind, header, len(raw)), raw
