@@ -1,7 +1,7 @@
 """The line between a role's process and the engine that started it.
 
-A role reports how far it is, is told to stop, and notices when the engine is gone; then it ends as if
-it had been told to. Imports no torch, so that a process is heard of from its first moment on.
+A role reports how far it is, is told to stop, and notices when the engine is gone; then it ends as
+if it had been told to. Imports no torch, so that a process is heard of from its first moment on.
 """
 
 import json

@@ -1,6 +1,7 @@
 """A live server with workers that a test moves by hand."""
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,31 @@ from offbeat import SGD
 from offbeat.disciplines import make_discipline
 from offbeat.events import EventLog, read_events
 from offbeat.flat import Manifest, TensorSpec
-from offbeat.roles.server import Server
-from offbeat.shard import Shard, segments_of
-from offbeat.transport.base import Header, Layout
-from offbeat.transport.inproc import InprocListener, InprocWorkerEnd
+from offbeat.roles.server import Server, state_from
+from offbeat.shard import Shard, ShardState, segments_of
+from offbeat.transport.base import Header, Layout, Listener, WorkerEnd
+from offbeat.transport.inproc import InprocListener
+from offbeat.transport.sockets import SocketListener, connect
 
 TIMEOUT_S = 20.0
+TRANSPORTS = ("inproc", "unix", "tcp")
+
+
+def open_listener(transport: str, layout: Layout) -> Listener:
+    match transport:
+        case "unix":
+            return SocketListener(f"unix:@offbeat-test-{secrets.token_hex(6)}", layout)
+        case "tcp":
+            return SocketListener("tcp:127.0.0.1:0", layout)
+    return InprocListener()
+
+
+def knock(listener: Listener, hello: dict[str, Any], layout: Layout) -> WorkerEnd:
+    """Ask to come in, and wait for the welcome."""
+    if isinstance(listener, InprocListener):
+        return listener.connect(hello, layout, TIMEOUT_S)
+    assert isinstance(listener, SocketListener)
+    return connect(listener.address, hello, layout, TIMEOUT_S)
 
 
 def manifest_of(sizes: Sequence[int]) -> Manifest:
@@ -43,9 +63,10 @@ def manifest_of(sizes: Sequence[int]) -> Manifest:
 class Hand:
     """A worker whose every move is made by the test."""
 
-    def __init__(self, link: InprocWorkerEnd, worker: int) -> None:
+    def __init__(self, link: WorkerEnd, worker: int, incarnation: int = 0) -> None:
         self.link = link
         self.worker = worker
+        self.incarnation = incarnation
         self.sequence = 0
         self.version = link.welcome.reply_version
 
@@ -62,10 +83,9 @@ class Hand:
         slot.mask.fill_(1)
         if mask is not None:
             slot.mask.copy_(torch.tensor(mask, dtype=torch.uint8))
-        given: dict[str, Any] = {"sequence": self.sequence, **header}
-        self.link.push(
-            Header(self.worker, 0, base_version=self.version, batch=self.sequence, **given)
-        )
+        given: dict[str, Any] = {"sequence": self.sequence, "incarnation": self.incarnation}
+        given |= {"epoch": self.link.welcome.epoch, **header}
+        self.link.push(Header(self.worker, base_version=self.version, batch=self.sequence, **given))
 
     def reply(self, timeout_s: float = TIMEOUT_S) -> Header:
         header = self.link.wait_reply(timeout_s)
@@ -95,6 +115,8 @@ class Rig:
         sizes: Sequence[int] = (4,),
         clock: Callable[[], float] = time.monotonic,
         discipline_options: dict[str, Any] | None = None,
+        transport: str = "inproc",
+        server_options: dict[str, Any] | None = None,
         **shard_options: Any,
     ) -> None:
         self.manifest = manifest_of(sizes)
@@ -106,7 +128,8 @@ class Rig:
             optimizer,
             **shard_options,
         )
-        self.listener = InprocListener()
+        self.layout = Layout(total, len(self.manifest.tensors))
+        self.listener = open_listener(transport, self.layout)
         self.log = logging.Logger("test")
         self.log.addHandler(logging.NullHandler())
         self.events = EventLog(folder / "ps-0.jsonl")
@@ -120,13 +143,36 @@ class Rig:
             events=self.events,
             log=self.log,
             clock=clock,
+            **(server_options or {}),
         )
         self.server.start()
+        state = ShardState(version=0, tensors={"params": torch.zeros(total)}, applied={})
+        self.server.load(state)
 
     def join(self, worker: int, fingerprint: str = "same", incarnation: int = 0) -> Hand:
         hello = {"worker": worker, "incarnation": incarnation, "fingerprint": fingerprint}
-        layout = Layout(self.manifest.num_elements, len(self.manifest.tensors))
-        return Hand(self.listener.connect(hello, layout, TIMEOUT_S), worker)
+        return Hand(knock(self.listener, hello, self.layout), worker, incarnation)
+
+    def drain(self, timeout_s: float = TIMEOUT_S) -> bool:
+        """Wait until every session has ended, and so every accepted gradient is applied."""
+        deadline = time.monotonic() + timeout_s
+        threads = list(self.server._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def want(self, version: int) -> None:
+        self.server.answer({"ask": "want", "version": version}, {})
+
+    def is_ready(self) -> bool:
+        return bool(self.server.answer({"ask": "status"}, {})[0]["ready"])
+
+    def take(self) -> ShardState:
+        return state_from(*self.server.answer({"ask": "take"}, {}))
+
+    def snapshot(self) -> ShardState:
+        self.want(0)
+        return self.take()
 
     def join_all(self, num_workers: int) -> list[Hand]:
         return [self.join(worker) for worker in range(num_workers)]

@@ -10,7 +10,6 @@ from torch import nn
 from offbeat import checkpoint as checkpoints
 from offbeat.checkpoint import (
     Checkpoint,
-    ShardState,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
@@ -19,7 +18,7 @@ from offbeat.checkpoint import (
 )
 from offbeat.errors import CheckpointError
 from offbeat.flat import FlatModel
-from offbeat.shard import partition
+from offbeat.shard import ShardState, partition
 
 
 def small_model() -> nn.Module:

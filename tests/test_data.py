@@ -1,6 +1,7 @@
 """Readers, the built-in sample, and what each worker gets to see."""
 
 import gzip
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from offbeat import load_dataset
 from offbeat.data import files
-from offbeat.data.batches import batch_length, make_source
+from offbeat.data.batches import Share, _leaves, batch_length, make_source
+from offbeat.data.shared import open_shared
+from offbeat.data.shared import share as share_data
 from offbeat.errors import DataError
 
 SAMPLE = Path(files.__file__).parent / "fashion_mnist_sample"
@@ -192,6 +195,14 @@ class Counting(IterableDataset[Any]):
         return ((float(i), i) for i in range(23))
 
 
+def share(
+    rank: int, num_workers: int, batch_size: int = 5, seed: int = 0, disjoint: bool = True
+) -> Share:
+    return Share(
+        rank=rank, num_shares=num_workers, batch_size=batch_size, seed=seed, disjoint=disjoint
+    )
+
+
 def numbers(batches: Iterator[Any]) -> list[int]:
     found = []
     for batch in batches:
@@ -204,22 +215,78 @@ def numbers(batches: Iterator[Any]) -> list[int]:
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_shares_are_disjoint_and_cover_everything(data: Any, num_workers: int) -> None:
     source = make_source(data, "training")
-    shares = [numbers(source.train(r, num_workers, 5, seed=0, epoch=0)) for r in range(num_workers)]
-    assert sorted(n for share in shares for n in share) == list(range(23))
-    again = [numbers(source.train(r, num_workers, 5, seed=0, epoch=3)) for r in range(num_workers)]
+    shares = [numbers(source.train(share(r, num_workers), 0)) for r in range(num_workers)]
+    assert sorted(n for s in shares for n in s) == list(range(23))
+    again = [numbers(source.train(share(r, num_workers), 3)) for r in range(num_workers)]
     assert [set(s) for s in again] == [set(s) for s in shares], "a worker's share is its own"
     if source.num_examples:
-        assert [source.share_size(r, num_workers) for r in range(num_workers)] == [
-            len(s) for s in shares
-        ]
+        sizes = [share(r, num_workers).num_batches(23) for r in range(num_workers)]
+        assert sizes == [-(-len(s) // 5) for s in shares]
+
+
+def test_with_shared_data_everybody_goes_through_all_of_it_in_an_order_of_its_own() -> None:
+    source = make_source((torch.arange(23.0), torch.arange(23)), "training")
+    orders = [numbers(source.train(share(r, 2, disjoint=False), 0)) for r in range(2)]
+    assert [sorted(order) for order in orders] == [list(range(23))] * 2
+    assert orders[0] != orders[1]
+    assert share(0, 2, disjoint=False).num_batches(23) == 5
+
+
+@pytest.mark.parametrize("data", [(torch.arange(23.0), torch.arange(23)), Squares(), Counting()])
+def test_a_pass_can_begin_in_the_middle(data: Any) -> None:
+    source = make_source(data, "training")
+    whole = numbers(source.train(share(1, 2), 2))
+    assert numbers(source.train(share(1, 2), 2, first=2)) == whole[10:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.arange(6.0),
+        (torch.arange(6.0).reshape(3, 2), torch.tensor([1, 2, 3])),
+        {"x": torch.zeros(3, 2, dtype=torch.uint8), "y": torch.ones(3, 1, dtype=torch.float64)},
+        (torch.arange(12).reshape(3, 4).T.contiguous().T, torch.tensor([True, False, True])),
+    ],
+)
+def test_shared_data_is_the_same_data_in_one_memory(data: Any) -> None:
+    original = make_source(data, "training")
+    descriptor = share_data({"train": original, "test": None})
+    try:
+        first, second = open_shared(descriptor), open_shared(descriptor)
+    finally:
+        os.close(descriptor)
+    assert set(first) == {"train"}
+    mine, theirs = list(first["train"].in_order(2)), list(original.in_order(2))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    for tensor, other in zip(
+        _leaves(first["train"].tensors), _leaves(second["train"].tensors), strict=True
+    ):
+        tensor.fill_(1)
+        assert bool((other == 1).all()), "what one process writes, the other sees"
+
+
+def test_a_dataset_is_not_shared() -> None:
+    descriptor = share_data({"train": make_source(Squares(), "training")})
+    try:
+        assert open_shared(descriptor) == {}
+    finally:
+        os.close(descriptor)
 
 
 def test_orders_depend_on_seed_rank_and_epoch_alone() -> None:
     source = make_source((torch.arange(50.0), torch.arange(50)), "training")
-    assert numbers(source.train(0, 2, 5, 0, 0)) == numbers(source.train(0, 2, 5, 0, 0))
-    assert numbers(source.train(0, 2, 5, 0, 0)) == numbers(source.train(0, 2, 7, 0, 0))
-    assert numbers(source.train(0, 2, 5, 0, 0)) != numbers(source.train(0, 2, 5, 0, 1))
-    assert numbers(source.train(0, 2, 5, 0, 0)) != numbers(source.train(0, 2, 5, 1, 0))
+    assert numbers(source.train(share(0, 2, 5, 0), 0)) == numbers(
+        source.train(share(0, 2, 5, 0), 0)
+    )
+    assert numbers(source.train(share(0, 2, 5, 0), 0)) == numbers(
+        source.train(share(0, 2, 7, 0), 0)
+    )
+    assert numbers(source.train(share(0, 2, 5, 0), 0)) != numbers(
+        source.train(share(0, 2, 5, 0), 1)
+    )
+    assert numbers(source.train(share(0, 2, 5, 0), 0)) != numbers(
+        source.train(share(0, 2, 5, 1), 0)
+    )
 
 
 def test_in_order_means_each_once_in_order() -> None:

@@ -12,13 +12,16 @@ import offbeat
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
+    ["bench"],
     ["api"],
     ["engines"],
     ["roles"],
-    ["report", "rundir", "progress", "job"],
-    ["disciplines", "checkpoint", "shard"],
+    ["report", "cluster", "rundir", "progress", "job"],
+    ["checkpoint"],
+    ["disciplines", "shard"],
     ["transport", "recipes", "data"],
-    ["flat", "optim", "randomness", "events"],
+    ["flat", "optim", "randomness", "events", "memory"],
+    ["control"],
     ["config", "errors", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -117,7 +117,7 @@ def test_a_duplicate_is_answered_and_not_applied_again(tmp_path: Path, disciplin
         wait_until(lambda: r.shard.version == 2, "both are in")
         assert r.shard.params.tolist() == [-2] * 4
         hand.link.close()
-        assert r.server.drain(10)
+        assert r.drain(10)
     assert [p["outcome"] for p in r.pushes()] == ["applied", "duplicate", "applied", "duplicate"]
 
 
@@ -130,16 +130,16 @@ def test_an_unusable_gradient_changes_nothing_and_is_counted(
         (hand,) = r.join_all(1)
         hand.exchange(1.0)
         wait_until(lambda: r.shard.version == 1, "the good one is in")
-        before = r.server.snapshot().result(10)
+        before = r.snapshot()
         assert hand.exchange(torch.tensor([0.0, 0.0, bad, 0.0])).status == "rejected"
         assert hand.exchange(0.0, void=True).status == "rejected"
-        after = r.server.snapshot().result(10)
+        after = r.snapshot()
         assert after.version == before.version == 1
-        assert all(torch.equal(before.state[k], after.state[k]) for k in before.state)
+        assert all(torch.equal(before.tensors[k], after.tensors[k]) for k in before.tensors)
         hand.exchange(1.0)
         wait_until(lambda: r.shard.version == 2, "the next good one is in")
         hand.link.close()
-        assert r.server.drain(10)
+        assert r.drain(10)
     outcomes = [p["outcome"] for p in r.pushes()]
     assert outcomes == ["applied", "rejected", "rejected", "applied"]
 
@@ -177,7 +177,7 @@ def test_no_reply_of_a_locked_discipline_mixes_two_versions(
             hand.link.close()
 
         in_threads(*(lambda hand=hand: work(hand) for hand in hands))
-        assert r.server.drain(10)
+        assert r.drain(10)
     pushes = r.pushes()
     assert not any(p["mixed"] for p in pushes)
     assert {p["outcome"] for p in pushes} == {"applied"}
@@ -187,14 +187,16 @@ def test_no_reply_of_a_locked_discipline_mixes_two_versions(
 def test_a_snapshot_is_taken_at_the_version_asked_for(tmp_path: Path) -> None:
     with rig(tmp_path, "apply-reply", 1) as r:
         (hand,) = r.join_all(1)
-        wish = r.server.snapshot(at_version=3)
-        never = r.server.snapshot(at_version=1000)
-        for _ in range(5):
+        r.want(3)
+        hand.exchange(1.0)
+        assert not r.is_ready()
+        for _ in range(4):
             hand.exchange(1.0)
-        snapshot = wish.result(10)
-        assert (snapshot.version, snapshot.state["params"].tolist()) == (3, [-3] * 4)
+        assert r.is_ready()
+        snapshot = r.take()
+        assert (snapshot.version, snapshot.tensors["params"].tolist()) == (3, [-3] * 4)
         assert snapshot.applied == {0: (0, 3)}
-    assert never.cancelled()
+        assert not r.is_ready()
 
 
 def test_strangers_and_twins_are_refused_and_the_server_goes_on(tmp_path: Path) -> None:
@@ -202,9 +204,11 @@ def test_strangers_and_twins_are_refused_and_the_server_goes_on(tmp_path: Path) 
         hand = r.join(0)
         with pytest.raises(ConnectionClosedError, match="disagree about the model"):
             r.join(1, fingerprint="another")
-        with pytest.raises(ConnectionClosedError, match="here already"):
-            r.join(0)
-        assert hand.exchange(1.0).reply_version == 1
+        newer = r.join(1, incarnation=2)
+        with pytest.raises(ConnectionClosedError, match="a newer worker 1 is here already"):
+            r.join(1, incarnation=1)
+        assert newer.exchange(1.0).reply_version == 1
+        assert hand.exchange(1.0).reply_version == 2
 
 
 def test_a_failing_update_is_reported_to_the_worker_and_to_the_engine(tmp_path: Path) -> None:
@@ -250,7 +254,7 @@ def test_lock_free_an_apply_held_up_half_way_delays_nobodys_reply(tmp_path: Path
         assert r.shard.params.tolist() == [-22] * 4
         for hand in (*hands, late):
             hand.link.close()
-        assert r.server.drain(10)
+        assert r.drain(10)
     pushes = r.pushes()
     assert [p["mixed"] for p in pushes if p["worker"] == 0] == [False]
     assert {p["mixed"] for p in pushes if p["worker"] != 0} == {True}, "seen half-way, and said so"
@@ -314,7 +318,7 @@ def test_lock_free_eight_sessions_apply_every_gradient_exactly_once(
                 hand.reply()
         for hand in hands:
             hand.link.close()
-        assert r.server.drain(60)
+        assert r.drain(60)
         assert r.shard.version == num_sessions * num_pushes
         assert seen == [[float(n) for n in range(num_pushes)]] * num_sessions
         assert r.shard.params[::2].tolist() == [-num_pushes] * num_sessions
@@ -343,10 +347,10 @@ def test_lock_free_sessions_racing_on_the_same_elements_skip_no_gradient(tmp_pat
             hand.link.close()
 
         in_threads(*(lambda hand=hand: work(hand) for hand in hands))
-        assert r.server.drain(20)
+        assert r.drain(20)
         assert sorted(consumed) == sorted(w * 1000 + n for w in range(4) for n in range(200))
         buffers = {
-            u.optimizer.state[u.aliases[0].param]["momentum_buffer"].data_ptr()
+            u.optimizer.tensors[u.aliases[0].param]["momentum_buffer"].data_ptr()
             for u in r.shard.updaters
         }
         assert len(buffers) == 1
@@ -391,7 +395,7 @@ def test_when_an_update_fails_nobody_is_left_waiting(tmp_path: Path) -> None:
         for hand in hands:
             with pytest.raises(ConnectionClosedError, match="no rate left"):
                 hand.reply()
-        assert r.server.drain(5)
+        assert r.drain(5)
         assert isinstance(r.server.failure, IndexError)
 
 
@@ -402,7 +406,7 @@ def test_an_update_that_a_leave_brings_about_may_fail_too(tmp_path: Path) -> Non
         hands[1].link.close()
         with pytest.raises(ConnectionClosedError, match="no rate left"):
             hands[0].reply()
-        assert r.server.drain(5)
+        assert r.drain(5)
         assert isinstance(r.server.failure, IndexError)
 
 
@@ -411,10 +415,10 @@ def test_a_snapshot_knows_what_is_applied_rather_than_what_has_come(tmp_path: Pa
         hands = r.join_all(2)
         hands[0].push(1.0)
         assert not hands[0].has_reply()
-        assert r.server.snapshot().result(10).applied == {}
+        assert r.snapshot().applied == {}
         hands[1].push(1.0)
         hands[0].reply()
-        assert r.server.snapshot().result(10).applied == {0: (0, 1), 1: (0, 1)}
+        assert r.snapshot().applied == {0: (0, 1), 1: (0, 1)}
         hands[1].reply()
         hands[0].push(1.0)
         wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")

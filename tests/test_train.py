@@ -4,9 +4,7 @@ import json
 import logging
 import math
 import threading
-import types
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,10 @@ from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleErr
 from offbeat.events import EventLog, read_events
 from offbeat.optim import Optimizer
 from offbeat.roles.master import Master
-from offbeat.roles.server import Snapshot
 from offbeat.roles.worker import Worker
-from offbeat.transport.base import Header
-from offbeat.transport.inproc import InprocListener
+from offbeat.rundir import RunFolder
+from offbeat.transport.base import CallEnd, Header, Network
+from offbeat.transport.inproc import InprocListener, InprocNetwork
 
 OPTIMIZERS = {
     "sgd": SGD(lr=0.1),
@@ -501,7 +499,9 @@ def test_torchs_generator_and_threads_are_the_callers_own(run_dir: Path) -> None
 def test_each_server_sees_only_its_slice() -> None:
     job = toy_job(servers=3, workers=1)
     model = job.make_model()
-    shards = [job.make_shard(k, model) for k in range(3)]
+    shards = [job.make_shard(k) for k in range(3)]
+    for k, shard in enumerate(shards):
+        shard.load(job.initial_state(k, model))
     assert torch.equal(torch.cat([shard.params for shard in shards]), model.params)
     sizes = [job.layout(k).num_elements for k in range(3)]
     assert sizes == [len(shard.params) for shard in shards]
@@ -515,14 +515,11 @@ def test_a_worker_goes_on_only_when_every_server_has_replied(tmp_path: Path) -> 
     stop = threading.Event()
     events = EventLog(tmp_path / "worker-0.jsonl")
 
-    def connect(rank: int, model: Any) -> list[Any]:
-        return [li.connect({}, job.layout(k), 10) for k, li in enumerate(listeners)]
-
     worker = Worker(
         job,
         0,
         job.make_model(),
-        connect,
+        InprocNetwork(listeners),
         events=events,
         log=logging.Logger("test"),
         clock=lambda: 0.0,
@@ -670,51 +667,65 @@ def test_a_recipe_is_checked_where_it_is_made(fields: dict[str, Any], message: s
         toy_recipe(**fields)
 
 
-class ScriptedServer:
-    """Stands in for a server: answers each wish for a snapshot with its script's next version."""
+class ScriptedServer(CallEnd):
+    """Answers the master's wishes with the versions that a test gives."""
 
     def __init__(self, versions: list[int]) -> None:
         self.versions = versions
+        self.version = 0
         self.asked: list[int] = []
-        self.shard = types.SimpleNamespace(version=0)
 
-    def snapshot(self, at_version: int = 0) -> "Future[Snapshot]":
-        self.asked.append(at_version)
-        future: Future[Snapshot] = Future()
-        if self.versions:
-            self.shard.version = self.versions.pop(0)
-            state = {"params": torch.zeros(26)}
-            future.set_result(Snapshot(self.shard.version, state, {}))
-        return future
+    def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
+        match message["ask"]:
+            case "status":
+                done = [0] if not self.versions else []
+                status = {"version": self.version, "epoch": 0, "loaded": True, "finished": done}
+                return {**status, "ready": bool(self.asked), "staleness": []}, {}
+            case "want":
+                self.asked.append(message["version"])
+            case "take":
+                if self.versions:
+                    self.version = self.versions.pop(0)
+                return {"version": self.version, "applied": {}}, {"params": torch.zeros(26)}
+        return {}, {}
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedNetwork(Network):
+    def __init__(self, servers: list[ScriptedServer]) -> None:
+        self.servers = servers
+
+    def connect(self, *args: Any) -> Any:
+        raise AssertionError
+
+    def connect_for_calls(self, shard: int, *args: Any) -> CallEnd:
+        return self.servers[shard]
 
 
 def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_path: Path) -> None:
     servers = [ScriptedServer([0, 10, 21, 40]), ScriptedServer([0, 11, 20, 40])]
-    (tmp_path / "checkpoints").mkdir()
-    committed: list[Path] = []
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
     events = EventLog(tmp_path / "master.jsonl")
-
-    def remember(path: Path) -> None:
-        committed.append(path)
-        master.finish()
-
+    job = toy_job(servers=2, workers=1, eval_every=10)
     master = Master(
-        toy_job(servers=2, workers=1, eval_every=10),
-        servers,  # type: ignore[arg-type]
-        tmp_path / "checkpoints",
-        {},
-        committed=remember,
+        job,
+        ScriptedNetwork(servers),
+        folder,
+        job.make_model(),
         events=events,
         log=logging.Logger("test"),
         clock=lambda: 0.0,
+        stop=threading.Event(),
     )
-    master.commit_now()
-    master.run()
+    assert master.run() == "finished"
     events.close()
-    assert [path.name for path in committed] == ["00000040"]
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    names = sorted(path.name for path in folder.checkpoints.iterdir())
     assert names == ["00000000", "00000040"]
-    assert servers[0].asked == servers[1].asked == [0, 10, 20, 30]
+    assert servers[0].asked == servers[1].asked == [0, 10, 20, 30, 0]
+    assert folder.read_json(folder.state)["last_checkpoint"] == "00000040"
 
 
 def test_train_takes_recipes_and_names_only() -> None:

@@ -1,14 +1,14 @@
 """One suite that every transport passes; offbeat/transport/base.py is the contract it checks."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from rig import TRANSPORTS, knock, open_listener
 
 from offbeat.errors import ConnectionClosedError
 from offbeat.transport.base import Header, Layout, Listener, ServerEnd, WorkerEnd
-from offbeat.transport.inproc import InprocListener
 
 LAYOUT = Layout(num_elements=5, num_tensors=2, num_floats=3, num_ints=1)
 HELLO = {"worker": 3, "incarnation": 1}
@@ -17,14 +17,20 @@ T = 10.0
 Connect = Callable[[], WorkerEnd]
 
 
-def open_inproc() -> tuple[Listener, Connect]:
-    listener = InprocListener()
-    return listener, lambda: listener.connect(HELLO, LAYOUT, T)
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Iterator[tuple[Listener, Connect]]:
+    """A listener and a way to connect to it; whatever a test leaves open is closed for it."""
+    listener = open_listener(request.param, LAYOUT)
+    opened: list[WorkerEnd] = []
 
+    def connect() -> WorkerEnd:
+        opened.append(knock(listener, HELLO, LAYOUT))
+        return opened[-1]
 
-@pytest.fixture(params=[open_inproc])
-def transport(request: pytest.FixtureRequest) -> tuple[Listener, Connect]:
-    return request.param()
+    yield listener, connect
+    for end in opened:
+        end.close()
+    listener.close()
 
 
 def header(sequence: int, **more: int) -> Header:
@@ -39,6 +45,7 @@ def connected(transport: tuple[Listener, Connect]) -> tuple[WorkerEnd, ServerEnd
     thread.start()
     server = listener.accept(T)
     assert server is not None
+    assert server.read_hello(T) == HELLO
     server.reply_slot.values.copy_(torch.arange(1.0, 6.0))
     server.welcome(header(0, reply_version=40))
     thread.join()
@@ -49,7 +56,6 @@ def test_the_welcome_brings_the_hello_up_and_parameters_down(
     transport: tuple[Listener, Connect],
 ) -> None:
     worker, server = connected(transport)
-    assert {k: server.hello[k] for k in HELLO} == HELLO
     assert worker.welcome.reply_version == 40
     assert worker.reply_slot.values.tolist() == [1, 2, 3, 4, 5]
 

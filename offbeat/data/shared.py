@@ -1,7 +1,7 @@
 """Training and test data in memory that all processes of a machine share.
 
-The process that loads a dataset puts its tensors there, and passes the descriptor on; the others map
-it and copy nothing. Only tensors can be shared; a Dataset is made anew by each process, by the
+The process that loads a dataset puts its tensors there, and passes the descriptor on; the others
+map it and copy nothing. Only tensors can be shared; a Dataset is made anew by each process, by the
 recipe's own data function.
 
     descriptor = share({"train": train, "test": test})      # the launcher

@@ -3,8 +3,8 @@
     python -m offbeat role ps|master|worker|evaluator --index I --run-dir RUN
 
 Called by the api. It starts them, shows progress, starts again what dies, and ends what has to be
-ended. It takes no part in training. Each process has a line to this one (roles/run.py says what goes
-over it) and ends by itself when that breaks: whatever happens to the engine, nobody is left behind.
+ended. It takes no part in training. Each process has a line to this one (control.py) and ends by
+itself when that breaks: whatever happens to the engine, nobody is left behind.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -25,7 +25,7 @@ POLL_S = 0.2
 
 
 class Evaluator:
-    """Owns a model replica; `run` returns when the run's last checkpoint is scored, or at `stop`."""
+    """Owns a model replica; `run` returns when the last checkpoint is scored, or at `stop`."""
 
     def __init__(
         self,
@@ -56,10 +56,13 @@ class Evaluator:
         while not self._stop.is_set():
             last = self._last_name()  # before the look at the folder: what it names is there
             newest = next(reversed(list_checkpoints(self._folder.checkpoints)), None)
-            if newest is not None and newest != self._scored_path:
-                if last is not None or self._is_due(int(newest.name)):
-                    self._score(newest)
-                    self._scored_path = newest
+            if (
+                newest is not None
+                and newest != self._scored_path
+                and (last or self._is_due(newest))
+            ):
+                self._score(newest)
+                self._scored_path = newest
             if last is not None:
                 return
             self._stop.wait(POLL_S)
@@ -71,8 +74,9 @@ class Evaluator:
         name: str | None = self._folder.read_json(self._folder.state)["last_checkpoint"]
         return name
 
-    def _is_due(self, version: int) -> bool:
+    def _is_due(self, path: Path) -> bool:
         """Whether a multiple of `eval_every` was passed since the last score."""
+        version = int(path.name)
         every = self.job.config.eval_every
         before = self.latest[0] if self.latest else 0
         return bool(every) and version // (every or 1) > before // (every or 1)

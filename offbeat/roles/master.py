@@ -2,9 +2,9 @@
 commits checkpoints.
 
 A thread of its own beside rank 0's training, so that nobody waits for the disk. A snapshot is asked
-for at a version that lies ahead, the same of every shard; in sync that is the same round everywhere.
-It is the master who sees that everybody is done, and who ends a run: the last checkpoint, then the
-servers may go.
+for at a version that lies ahead, the same of every shard; in sync that is the same round
+everywhere. It is the master who sees that everybody is done, and who ends a run: the last
+checkpoint, then the servers may go.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ and calls only, tensors are raw bytes, and nothing that comes in is ever execute
 checked against what is expected before anything is read or allocated.
 """
 
+import contextlib
 import json
 import math
 import socket
@@ -277,19 +278,16 @@ class Connection:
 
     def close(self, goodbye: bytes = b"", reason: bytes = b"") -> None:
         """Say goodbye where that needs no waiting, and hang up. A thread that reads is woken."""
-        if self._closed is None and goodbye:
-            if self._sending.acquire(timeout=WAKE_S):
-                try:
-                    self._socket.send(goodbye + reason, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                except OSError:
-                    pass  # gone already: then nobody needs to be told
-                finally:
-                    self._sending.release()
+        if self._closed is None and goodbye and self._sending.acquire(timeout=WAKE_S):
+            try:
+                with contextlib.suppress(OSError):  # gone already: then nobody needs to be told
+                    flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                    self._socket.send(goodbye + reason, flags)
+            finally:
+                self._sending.release()
         self.lost("this end was closed")
-        try:
+        with contextlib.suppress(OSError):  # the other end was quicker
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end was quicker
         with self._reading:
             self._socket.close()
 
