@@ -120,7 +120,7 @@ def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
     began_s = time.monotonic()
     recipe = recipe or load_recipe(config.recipe)
     job = make_job(config, recipe)
-    replicas = job.make_replicas(config.workers + 1) if config.engine == "inproc" else []
+    replicas = _make_replicas(job)
     return _run(job, replicas, create_run_folder(job.config), began_s, incarnation=0)
 
 
@@ -140,10 +140,18 @@ def resume_config(
     checkpoint = newest_checkpoint(folder.checkpoints)
     began_s = time.monotonic() - summarise(folder)["total_time_s"]
     job = make_job(config, recipe or load_recipe(config.recipe), checkpoint)
-    replicas = job.make_replicas(config.workers + 1) if config.engine == "inproc" else []
+    replicas = _make_replicas(job)
     folder.state.unlink(missing_ok=True)
     incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
     return _run(job, replicas, folder, began_s, incarnation=incarnation)
+
+
+def _make_replicas(job: Job) -> list[FlatModel]:
+    """What the engine `inproc` needs; the other one only has to know that there can be several."""
+    if job.config.engine == "inproc":
+        return job.make_replicas(job.config.workers + 1)
+    job.make_replicas(2)
+    return []
 
 
 def _run(

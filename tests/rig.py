@@ -183,7 +183,7 @@ class Rig:
 
     def pushes(self) -> list[dict[str, Any]]:
         self.events.flush()
-        return list(read_events(self.folder))
+        return [event for event in read_events(self.folder) if event["kind"] == "push"]
 
 
 @contextmanager

@@ -37,6 +37,10 @@ lazy = toy_recipe(data=data_beside)
 """
 
 
+TRAIN = ["train", "--engine", "inproc"]
+"""Threads, where nothing depends on the engine: processes take seconds to start."""
+
+
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
@@ -48,7 +52,7 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_train_prints_progress_and_ends_with_the_three_lines(
     recipes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["train", "--recipe", f"{recipes}:recipe", "--discipline", "bounded:2", "--seed=4"])
+    code = main([*TRAIN, "--recipe", f"{recipes}:recipe", "--discipline", "bounded:2", "--seed=4"])
     assert code == 0
     lines = capsys.readouterr().out.splitlines()
     assert "bounded 2" in lines[0] and "1 server, 2 workers" in lines[0]
@@ -62,7 +66,7 @@ def test_train_prints_progress_and_ends_with_the_three_lines(
 
 
 def test_quiet_prints_the_result_only(recipes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--recipe", f"{recipes}:recipe", "--quiet"]) == 0
+    assert main([*TRAIN, "--recipe", f"{recipes}:recipe", "--quiet"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
@@ -70,10 +74,10 @@ def test_flags_beat_the_file_also_where_they_exclude_each_other(
     recipes: str, tmp_path: Path
 ) -> None:
     Path("c.toml").write_text(f'recipe = "{recipes}:recipe"\nepochs = 5\nworkers = 1\n')
-    assert main(["train", "--config", "c.toml", "--steps=3", "--run-dir", "r", "--quiet"]) == 0
+    assert main([*TRAIN, "--config", "c.toml", "--steps=3", "--run-dir", "r", "--quiet"]) == 0
     summary = json.loads(Path("r/summary.json").read_text())
     assert (summary["gradients"], summary["num_workers"]) == (3, 1)
-    assert main(["train", "--config", "r/config.json", "--quiet"]) == 0, "not into the old folder"
+    assert main([*TRAIN, "--config", "r/config.json", "--quiet"]) == 0, "not into the old folder"
     (again,) = Path("runs").iterdir()
     assert json.loads((again / "summary.json").read_text())["gradients"] == 3
 
@@ -92,14 +96,14 @@ def test_a_discipline_on_the_command_line_beats_what_the_file_says_of_another(
 ) -> None:
     text = f'recipe = "{recipes}:recipe"\ndiscipline = "bounded"\nstaleness = 5\nsteps = 1\n'
     Path("c.toml").write_text(text)
-    assert main(["train", "--config", "c.toml", "--run-dir", "r", "--quiet", *flags]) == 0
+    assert main([*TRAIN, "--config", "c.toml", "--run-dir", "r", "--quiet", *flags]) == 0
     assert json.loads(Path("r/config.json").read_text())["config"]["staleness"] == staleness
 
 
 def test_a_diverging_run_exits_with_1_and_names_step_and_worker(
     recipes: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--recipe", f"{recipes}:diverging", "--run-dir", "r"]) == 1
+    assert main([*TRAIN, "--recipe", f"{recipes}:diverging", "--run-dir", "r"]) == 1
     message = capsys.readouterr().err
     assert re.search(r"the loss became nan in worker \d at step 1; a lower --lr", message)
     assert len(message.splitlines()) == 1
@@ -122,7 +126,7 @@ def test_a_diverging_run_exits_with_1_and_names_step_and_worker(
 def test_a_bad_recipe_is_one_line_and_leaves_nothing(
     recipes: str, name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--recipe", f"{recipes}:{name}"]) == 2
+    assert main([*TRAIN, "--recipe", f"{recipes}:{name}"]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
     assert not Path("runs").exists()
@@ -131,7 +135,7 @@ def test_a_bad_recipe_is_one_line_and_leaves_nothing(
 def test_a_folder_that_cannot_be_made_is_one_line(
     recipes: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--recipe", f"{recipes}:recipe", "--run-dir", "/proc/nobody/run"]) == 2
+    assert main([*TRAIN, "--recipe", f"{recipes}:recipe", "--run-dir", "/proc/nobody/run"]) == 2
     error = capsys.readouterr().err
     assert "choose another --run-dir" in error and len(error.splitlines()) == 1
 
@@ -140,7 +144,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(
 def test_a_signal_from_outside_ends_cleanly_with_a_checkpoint(
     recipes: str, number: signal.Signals
 ) -> None:
-    command = [sys.executable, "-m", "offbeat", "train", "--recipe", f"{recipes}:recipe"]
+    command = [sys.executable, "-m", "offbeat", *TRAIN, "--recipe", f"{recipes}:recipe"]
     process = subprocess.Popen(
         [*command, "--steps", "10000000", "--run-dir", "r"],
         stdout=subprocess.PIPE,
@@ -155,7 +159,7 @@ def test_a_signal_from_outside_ends_cleanly_with_a_checkpoint(
     process.send_signal(number)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
-    assert "interrupted; what was learned is in r" in error
+    assert "interrupted; go on with: offbeat train --resume r" in error
     assert "Ctrl-C again to give up" in out
     assert "Final Cost" in out and "Traceback" not in error
     summary = json.loads(Path("r/summary.json").read_text())
@@ -164,7 +168,8 @@ def test_a_signal_from_outside_ends_cleanly_with_a_checkpoint(
 
 
 def test_output_in_a_closed_pipe_is_no_traceback(recipes: str) -> None:
-    command = f"{sys.executable} -m offbeat train --recipe {recipes}:recipe --run-dir r | head -1"
+    offbeat = f"{sys.executable} -m offbeat {' '.join(TRAIN)}"
+    command = f"{offbeat} --recipe {recipes}:recipe --run-dir r | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
 
@@ -205,14 +210,15 @@ def test_a_recipe_may_import_what_lies_beside_it_when_it_needs_it(
     beside = tmp_path / "beside.py"
     beside.write_text("from helpers import toy_data\ndata = toy_data()\n")
     try:
-        assert main(["train", "--recipe", f"{recipes}:lazy", "--run-dir", "r", "--quiet"]) == 0
+        assert main([*TRAIN, "--recipe", f"{recipes}:lazy", "--run-dir", "r", "--quiet"]) == 0
     finally:
         sys.modules.pop("beside", None)
 
 
 @pytest.mark.parametrize("where", [">&-", "> /dev/full"])
 def test_an_output_that_cannot_be_written_to_does_not_end_the_run(recipes: str, where: str) -> None:
-    command = f"{sys.executable} -m offbeat train --recipe {recipes}:recipe --run-dir r {where}"
+    offbeat = f"{sys.executable} -m offbeat {' '.join(TRAIN)}"
+    command = f"{offbeat} --recipe {recipes}:recipe --run-dir r {where}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert json.loads(Path("r/summary.json").read_text())["status"] == "finished"

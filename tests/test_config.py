@@ -30,13 +30,18 @@ def test_the_flags_are_frozen() -> None:
         "backup_workers",
         "round_timeout",
         "staleness",
+        "split",
         "seed",
         "threads",
         "engine",
+        "worker_timeout",
+        "max_restarts",
         "run_dir",
         "data_dir",
         "eval_every",
+        "checkpoint_every",
         "keep",
+        "tensorboard",
         "quiet",
     ]
 

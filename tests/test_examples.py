@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 def run_recipe(name: str, run_dir: Path, *flags: str) -> dict:
     recipe = f"{ROOT / 'examples' / name}:recipe"
-    assert main(["train", "--recipe", recipe, "--run-dir", str(run_dir), "--quiet", *flags]) == 0
+    command = ["train", "--engine", "inproc", "--recipe", recipe, "--run-dir", str(run_dir)]
+    assert main([*command, "--quiet", *flags]) == 0
     return json.loads((run_dir / "summary.json").read_text())
 
 

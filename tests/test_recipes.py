@@ -84,7 +84,7 @@ def test_mnist_sigmoid_runs_from_its_name(tmp_path: Path) -> None:
 
 
 def test_the_default_recipe_learns_in_a_few_steps(run_dir: Path) -> None:
-    result = offbeat.train(run_dir=run_dir, quiet=True, steps=150, eval_every=0)
+    result = offbeat.train(run_dir=run_dir, quiet=True, steps=150, eval_every=0, engine="inproc")
     assert result.test_accuracy is not None and result.test_accuracy > 0.6
 
 

@@ -350,7 +350,7 @@ def test_lock_free_sessions_racing_on_the_same_elements_skip_no_gradient(tmp_pat
         assert r.drain(20)
         assert sorted(consumed) == sorted(w * 1000 + n for w in range(4) for n in range(200))
         buffers = {
-            u.optimizer.tensors[u.aliases[0].param]["momentum_buffer"].data_ptr()
+            u.optimizer.state[u.aliases[0].param]["momentum_buffer"].data_ptr()
             for u in r.shard.updaters
         }
         assert len(buffers) == 1

@@ -285,6 +285,7 @@ def test_the_folder_holds_what_it_should(run_dir: Path) -> None:
         "config.json",
         "events",
         "logs",
+        "state.json",
         "summary.json",
     ]
     described = json.loads((run_dir / "config.json").read_text())
@@ -545,14 +546,15 @@ def test_a_worker_goes_on_only_when_every_server_has_replied(tmp_path: Path) -> 
 
 
 def test_in_sync_a_checkpoint_holds_the_same_round_of_every_shard(run_dir: Path) -> None:
-    train(toy_recipe(), run_dir, discipline="sync", servers=3, workers=2, eval_every=1, keep=1000)
+    recipe = toy_recipe(epochs=100)
+    train(recipe, run_dir, discipline="sync", servers=3, workers=2, eval_every=1, keep=1000)
     rounds = []
     for path in sorted((run_dir / "checkpoints").iterdir()):
         manifest = json.loads((path / "manifest.json").read_text())
         versions = {shard["version"] for shard in manifest["shards"]}
         assert len(versions) == 1, f"{path.name} mixes rounds {versions}"
         rounds.append(versions.pop())
-    assert rounds[0] == 0 and rounds[-1] == 24
+    assert rounds[0] == 0 and rounds[-1] == 1200
     assert len(set(rounds)) == len(rounds) > 2
 
 

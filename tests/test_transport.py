@@ -21,15 +21,25 @@ Connect = Callable[[], WorkerEnd]
 def transport(request: pytest.FixtureRequest) -> Iterator[tuple[Listener, Connect]]:
     """A listener and a way to connect to it; whatever a test leaves open is closed for it."""
     listener = open_listener(request.param, LAYOUT)
-    opened: list[WorkerEnd] = []
+    opened: list[WorkerEnd | ServerEnd] = []
 
     def connect() -> WorkerEnd:
-        opened.append(knock(listener, HELLO, LAYOUT))
-        return opened[-1]
+        end = knock(listener, HELLO, LAYOUT)
+        opened.append(end)
+        return end
 
+    accept = listener.accept
+
+    def remembering(timeout_s: float) -> ServerEnd | None:
+        end = accept(timeout_s)
+        if end is not None:
+            opened.append(end)
+        return end
+
+    listener.accept = remembering  # type: ignore[method-assign]
     yield listener, connect
-    for end in opened:
-        end.close()
+    while opened:
+        opened.pop().close()  # with the end goes its memory
     listener.close()
 
 
@@ -55,7 +65,7 @@ def connected(transport: tuple[Listener, Connect]) -> tuple[WorkerEnd, ServerEnd
 def test_the_welcome_brings_the_hello_up_and_parameters_down(
     transport: tuple[Listener, Connect],
 ) -> None:
-    worker, server = connected(transport)
+    worker, _ = connected(transport)
     assert worker.welcome.reply_version == 40
     assert worker.reply_slot.values.tolist() == [1, 2, 3, 4, 5]
 
@@ -169,6 +179,7 @@ def test_a_refusal_reaches_the_worker(transport: tuple[Listener, Connect]) -> No
     thread = try_to_join(connect, errors)
     server = listener.accept(T)
     assert server is not None
+    server.read_hello(T)
     server.refuse("wrong model")
     thread.join()
     assert "wrong model" in str(errors[0])

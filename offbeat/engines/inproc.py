@@ -107,11 +107,10 @@ class InprocEngine:
         """Show progress as long as this holds. The only place where the main thread waits:
         the first Ctrl-C stops the run, the second gives up."""
         tick = threading.Event()
-        self.display.update(self._status())
         while condition():
             try:
-                tick.wait(REFRESH_S)
                 self.display.update(self._status())
+                tick.wait(REFRESH_S)
                 for log in self._event_logs:
                     log.flush()
                 self._look_for_failed_servers()

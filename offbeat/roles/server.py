@@ -351,14 +351,14 @@ class Server:
         if incarnation < former.incarnation:
             return False
         former.end.close("another connection of the same worker took this one's place")
-        gone = self._membership.wait_for(lambda: worker not in self._sessions, CLOSE_TIMEOUT_S)
-        return gone
+        return self._membership.wait_for(lambda: worker not in self._sessions, CLOSE_TIMEOUT_S)
 
     def _leave(self, session: _Session) -> None:
         with self._membership:
             try:
-                with self._lock:
-                    self._carry_out(self.discipline.on_leave(session.worker))
+                if not self._stopping:  # a round that a stop cuts off is not closed
+                    with self._lock:
+                        self._carry_out(self.discipline.on_leave(session.worker))
             finally:
                 del self._sessions[session.worker]
                 if session.end.finished:

@@ -177,7 +177,9 @@ class Connection:
             except BlockingIOError:
                 deadline_s = deadline_s or time.monotonic() + STALL_TIMEOUT_S
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"the other end read nothing for {STALL_TIMEOUT_S:g} s")
+                    raise TimeoutError(
+                        f"the other end read nothing for {STALL_TIMEOUT_S:g} s"
+                    ) from None
 
     # -- reading -------------------------------------------------------------------------------
 
