@@ -37,6 +37,8 @@ class Control:
         self.status: Callable[[], dict[str, Any]] = dict
         self.flush: Callable[[], None] = lambda: None
         """Called with every report, for what has to be written down from time to time."""
+        self.patience_s = 0.0
+        """How long to wait for the master to end things in order when the engine is gone."""
         self._line = line
         self._done = threading.Event()
         self._sending = threading.Lock()
@@ -73,6 +75,7 @@ class Control:
             if self._line is None:
                 self._done.wait(REPORT_EVERY_S)
             elif not self._listen(self._line):
+                self._done.wait(self.patience_s)
                 self.stop.set()
                 if not self._done.wait(ORPHAN_TIMEOUT_S):
                     os._exit(1)  # the engine is gone, and something here does not end

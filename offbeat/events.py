@@ -33,7 +33,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pending: deque[dict[str, Any]] = deque()
+        self._pending: deque[dict[str, Any] | str] = deque()
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._writing = threading.Lock()
 
@@ -51,13 +51,19 @@ class EventLog:
     def record(self, kind: str, **fields: Any) -> None:
         self._pending.append({"kind": kind, **fields})
 
+    def record_line(self, line: str) -> None:
+        """The same, for an event that is JSON already."""
+        self._pending.append(line)
+
     def flush(self) -> None:
         """Write out what was recorded so far."""
         with self._writing:
             lines = []
             while self._pending:
                 event = self._pending.popleft()
-                lines.append(json.dumps({k: _plain(k, v) for k, v in event.items()}))
+                if isinstance(event, dict):
+                    event = json.dumps({k: _plain(k, v) for k, v in event.items()})
+                lines.append(event)
             if lines:
                 self._file.write("\n".join(lines) + "\n")
                 self._file.flush()

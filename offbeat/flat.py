@@ -180,6 +180,12 @@ class FlatModel:
                 view.copy_(parameter)
         self.loaded()
 
+    def adopt(self, params: Tensor) -> None:
+        """From now on the parameters live in `params`, which a server writes its replies to."""
+        self.params = params
+        self._views = [spec.view(params) for spec in self.manifest.tensors]
+        self.loaded()
+
     def loaded(self) -> list[str]:
         """Make the module's parameters show what `params` holds now.
 

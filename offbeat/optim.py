@@ -68,6 +68,13 @@ class Optimizer:
                 return index
         return 0
 
+    @property
+    def is_plain_sgd(self) -> bool:
+        """Whether an update is nothing but params -= lr * gradient."""
+        tables = [self.options, *self.groups.values()]
+        extras = [value for t in tables for key, value in t.items() if key != "lr"]
+        return self.kind == "SGD" and not any(extras)
+
     def with_lr(self, lr: float) -> "Optimizer":
         return dataclasses.replace(self, options={**self.options, "lr": lr})
 

@@ -41,6 +41,13 @@ class _Figures:
     end_s: float = 0.0
     status: str = "unfinished"
     scores: list[dict[str, Any]] = field(default_factory=list)
+    restarts: int = 0
+    one_update_per_round: bool = False
+    loaded: dict[tuple[int, int], int] = field(default_factory=dict)
+    """For each (shard, epoch) the version that it began with."""
+    seen: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """The newest version of a shard that workers had seen when they found its next epoch."""
+    unapplied: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def add(self, event: dict[str, Any]) -> None:
         match event["kind"]:
@@ -50,9 +57,36 @@ class _Figures:
                 self._add_step(event)
             case "score":
                 self.scores.append(event)
-            case "run" if event["phase"] == "end":
+            case "rejoin":
+                self._add_rejoin(event)
+            case "run":
+                self._add_phase(event)
+
+    def _add_phase(self, event: dict[str, Any]) -> None:
+        match event["phase"]:
+            case "restart":
+                self.restarts += 1
+            case "load":
+                self.loaded[event["shard"], event["epoch"]] = event["version"]
+            case "end" if event["at_s"] >= self.end_s:  # a run that was resumed has several
                 self.end_s = event["at_s"]
                 self.status = event["status"]
+
+    def _add_rejoin(self, event: dict[str, Any]) -> None:
+        """A worker found a server again: what it had seen of it, and what of its own was lost."""
+        key = event["shard"], event["epoch"]
+        self.seen[key] = max(self.seen[key], event["seen_version"])
+        self.unapplied[key] += event["lost"]
+
+    def lost_updates(self) -> int:
+        """What servers had taken in and lost when they died: told by the versions that workers had
+        seen, and by the gradients that they had been told were in, whichever is more."""
+        lost = 0
+        for key, version in self.seen.items():
+            by_versions = version - self.loaded.get(key, version)
+            by_gradients = 0 if self.one_update_per_round else self.unapplied[key]
+            lost += max(by_versions, by_gradients, 0)
+        return lost
 
     def _add_push(self, event: dict[str, Any]) -> None:
         self.mixed += bool(event["mixed"])
@@ -80,7 +114,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
     """What summary.json says of a run."""
     described = json.loads(folder.config.read_text(encoding="utf-8"))
     config = described["config"]
-    figures = _Figures()
+    figures = _Figures(one_update_per_round=config["discipline"] == "sync")
     for event in read_events(folder.events):
         figures.add(event)
     workers = [figures.workers[rank] for rank in sorted(figures.workers)]
@@ -115,6 +149,8 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "mixed_replies": figures.mixed,
         "dropped": sum(w.dropped for w in workers),
         "rejected": sum(w.rejected for w in workers),
+        "lost_updates": figures.lost_updates(),
+        "restarts": figures.restarts,
         "workers": [_worker_row(rank, figures.workers[rank]) for rank in sorted(figures.workers)],
     }
 

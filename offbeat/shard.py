@@ -219,20 +219,26 @@ class Updater:
     To begin with there is one alias for each run of segments in the same parameter group. The first
     gradient that lacks a tensor splits them into one alias per tensor, since torch counts steps and
     keeps state per Parameter, and skips the ones without a gradient.
+
+    Plain SGD is one addition and keeps nothing, so it is made here: the same bits as torch's, at a
+    third of the time for a small model.
     """
 
     def __init__(self, shard: Shard, *, shared: bool, state: dict[str, Tensor]) -> None:
         self.shard = shard
         self.num_begun = 0
         self.num_finished = 0
+        self.stateless = shard.optimizer.is_plain_sgd and not shard.fused
         # splitting later would give lock-free sessions different step counts
-        self.split = shared or _differ(state.get("step"))
+        self.split = (shared and not self.stateless) or _differ(state.get("step"))
         runs = [[s] for s in shard.segments] if self.split else _runs(shard.segments)
         self.aliases = [_Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        indices = sorted({segment.group for segment in shard.segments})
+        self._groups = dict(zip(indices, self.optimizer.param_groups, strict=True))
         self._sum: Tensor | None = None
-        if shared:
+        if shared and not self.stateless:
             self._share_state()
         if state and not (shared and shard.updaters):
             self._restore(state)
@@ -272,12 +278,19 @@ class Updater:
     def _step(self, values: Tensor, mask: Sequence[bool] | None, version: int) -> None:
         if mask is not None and not self.split:
             self._split()
-        for alias in self.aliases:
-            here = mask is None or mask[alias.segments[0].tensor]
-            alias.param.grad = values[alias.lo : alias.hi] if here else None
         scale = self.shard.schedule(version - 1, self.shard.total_updates)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * scale
+        present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
+        if self.stateless:
+            for alias in present:
+                lr = self._groups[alias.segments[0].group]["lr"]
+                alias.view.add_(values[alias.lo : alias.hi], alpha=-lr)
+            return
+        for alias in self.aliases:
+            alias.param.grad = None
+        for alias in present:
+            alias.param.grad = values[alias.lo : alias.hi]
         self.optimizer.step()
 
     def _reduced(self, gradients: Sequence[Gradient]) -> Tensor:
@@ -362,7 +375,8 @@ class _Alias:
         self.segments = list(segments)
         self.lo = segments[0].lo
         self.hi = segments[-1].hi
-        self.param = nn.Parameter(storage[self.lo : self.hi])
+        self.view = storage[self.lo : self.hi]
+        self.param = nn.Parameter(self.view)
 
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:

@@ -54,6 +54,7 @@ class _Process:
     before: dict[str, int] = field(default_factory=dict)
     """What the processes that had this role before this one came to."""
     failure: dict[str, Any] | None = None
+    begun: bool = False
     silent: bool = False
     num_restarts: int = 0
 
@@ -116,7 +117,8 @@ class LocalEngine:
         try:
             self._cluster.write(self.folder)
             for process in self.processes:
-                self._start(process)
+                if process.role != "evaluator":
+                    self._start(process)
             while any(process.running for process in self.processes):
                 self._go_on()
         except KeyboardInterrupt:
@@ -140,6 +142,7 @@ class LocalEngine:
                 self._listen(key.data)
             self._look_for_silent()
             self._look_at_deadline()
+            self._start_evaluator()
             self.display.update(self._status())
         except KeyboardInterrupt:
             if self.interrupted:
@@ -147,6 +150,13 @@ class LocalEngine:
             self.interrupted = True
             self.display.notice("stopping: keeping what was learned; Ctrl-C again to give up")
             self._stop()
+
+    def _start_evaluator(self) -> None:
+        """Once there is something to score: until then the others have the cores to themselves."""
+        evaluator = next((p for p in self.processes if p.role == "evaluator"), None)
+        begun = any(process.total("steps") for process in self.processes)
+        if evaluator and begun and not evaluator.begun and self._deadline_s is None:
+            self._start(evaluator)
 
     def _stop(self) -> None:
         """Have the master commit a checkpoint and let the servers go, who tell the workers that the
@@ -227,6 +237,7 @@ class LocalEngine:
                 pass_fds=(theirs.fileno(), self._data, self._lock),
                 start_new_session=True,  # Ctrl-C is for the engine, which ends them in order
             )
+        process.begun = True
         process.line = ours
         process.heard_s = time.monotonic()
         process.unread = b""

@@ -34,6 +34,10 @@ from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, close_log
 from offbeat.transport.sockets import SocketListener
 
+PATIENCE_S = 3.0
+"""When the engine is gone servers and workers wait so long for the master, who commits a last
+checkpoint and tells them that the run is over."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Means:
@@ -97,6 +101,7 @@ def _sources(role: str) -> dict[str, Source] | None:
 def _run_ps(means: _Means, index: int) -> None:
     torch.set_num_threads(1)
     job, control = means.job, means.control
+    control.patience_s = PATIENCE_S
     epoch = means.cluster.epochs[index]
     events = EventLog.create(means.folder.events, f"ps-{index}")
     listener = SocketListener(means.cluster.ps[index], job.layout(index))
@@ -127,6 +132,7 @@ def _run_ps(means: _Means, index: int) -> None:
 
 
 def _run_worker(means: _Means, index: int) -> None:
+    means.control.patience_s = PATIENCE_S
     incarnation = means.cluster.incarnations[index]
     events = EventLog.create(means.folder.events, f"worker-{index}")
     worker = _make_worker(means, index, incarnation, events, means.control.stop)

@@ -13,7 +13,6 @@ What else the master asks of it is in `answer`. Started by an engine:
 """
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -436,12 +435,18 @@ class Server:
         """Put the newest parameters into the session's slot; its own thread sends them."""
         slot = session.end.reply_slot
         version, session.fate.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
-        session.reply = dataclasses.replace(
-            session.push,
+        push = session.push
+        session.reply = Header(
+            session.worker,
+            session.incarnation,
+            push.sequence,
+            push.base_version,
+            push.batch,
             reply_version=version,
             status=session.fate.outcome,
             applied_sequence=self.shard.applied.get(session.worker, (0, 0))[1],
             epoch=self.epoch,
+            shard=self.index,
         )
         if session.reply_made is not None:
             session.reply_made.notify()
@@ -477,19 +482,25 @@ class Server:
                 session.worker,
                 push.batch,
             )
-        self._events.record(
-            "push",
-            shard=self.index,
-            worker=session.worker,
-            incarnation=session.incarnation,
-            sequence=push.sequence,
-            batch=push.batch,
-            base_version=push.base_version,
-            **{name: getattr(session.fate, name) for name in _FATE_FIELDS},
+        fate = session.fate
+        # the most frequent of all events, so it is not taken apart and put together by json
+        self._events.record_line(
+            f'{{"kind": "push", "shard": {self.index}, "worker": {session.worker}, '
+            f'"incarnation": {session.incarnation}, "sequence": {push.sequence}, '
+            f'"batch": {push.batch}, "base_version": {push.base_version}, '
+            f'"outcome": "{fate.outcome}", "version": {_json(fate.version)}, '
+            f'"staleness": {_json(fate.staleness)}, "mixed": {_json(fate.mixed)}, '
+            f'"received_s": {fate.received_s:.6f}, "applied_s": {_seconds(fate.applied_s)}, '
+            f'"replied_s": {_seconds(fate.replied_s)}}}'
         )
 
 
-_FATE_FIELDS = [f.name for f in dataclasses.fields(_Fate)]
+def _json(value: int | bool | None) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def _seconds(value: float | None) -> str:
+    return "null" if value is None else f"{value:.6f}"
 
 
 def describe_state(state: ShardState) -> Message:
