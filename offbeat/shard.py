@@ -235,8 +235,7 @@ class Updater:
         self.aliases = [_Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        indices = sorted({segment.group for segment in shard.segments})
-        self._groups = dict(zip(indices, self.optimizer.param_groups, strict=True))
+        self._group_indices = sorted({segment.group for segment in shard.segments})
         self._sum: Tensor | None = None
         if shared and not self.stateless:
             self._share_state()
@@ -283,8 +282,9 @@ class Updater:
             group["lr"] = base * scale
         present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
         if self.stateless:
+            groups = dict(zip(self._group_indices, self.optimizer.param_groups, strict=True))
             for alias in present:
-                lr = self._groups[alias.segments[0].group]["lr"]
+                lr = groups[alias.segments[0].group]["lr"]
                 alias.view.add_(values[alias.lo : alias.hi], alpha=-lr)
             return
         for alias in self.aliases:

@@ -1,5 +1,6 @@
 """Fixtures for all tests; among them one that fails a test which leaves something running."""
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ def nothing_left_behind() -> Iterator[None]:
             thread.join(0.1)
     left = {t for t in set(threading.enumerate()) - threads if t.name not in FRAMEWORK_THREADS}
     assert not left, f"threads left running: {[t.name for t in left]}"
+    if _open_files().items() - descriptors.items():
+        gc.collect()  # an exception that a test caught may hold on to what it was raised in
     leaked = {d: p for d, p in _open_files().items() if descriptors.get(d) != p}
     assert not leaked, f"files left open: {leaked}"
 

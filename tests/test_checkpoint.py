@@ -18,7 +18,8 @@ from offbeat.checkpoint import (
 )
 from offbeat.errors import CheckpointError
 from offbeat.flat import FlatModel
-from offbeat.shard import ShardState, partition
+from offbeat.optim import BY_NAME
+from offbeat.shard import Gradient, Shard, ShardState, partition, segments_of
 
 
 def small_model() -> nn.Module:
@@ -128,3 +129,59 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     (path / "manifest.sha256").write_text(checkpoints._sha256(text.encode()))
     with pytest.raises(CheckpointError, match="format 99"):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+def test_a_checkpoint_can_be_cut_anew_and_back(tmp_path: Path, name: str) -> None:
+    """From 3 shards to 2 and to 3 again: nothing is lost, also where step counts differ."""
+    flat = FlatModel(small_model())
+    optimizer = BY_NAME[name]()
+
+    def shards_of(num_shards: int) -> list[Shard]:
+        slices = partition(flat.manifest.num_elements, num_shards)
+        segments = [segments_of(flat.manifest, optimizer, lo, hi) for lo, hi in slices]
+        made = [
+            Shard(torch.zeros(hi - lo), s, optimizer, ema_decay=0.9)
+            for (lo, hi), s in zip(slices, segments, strict=True)
+        ]
+        made[0].floats = torch.zeros(flat.manifest.num_floats)
+        return made
+
+    states = []
+    generator = torch.Generator().manual_seed(2)
+    for shard in shards_of(3):
+        updater = shard.make_updater()
+        for number in range(4):
+            mask = [True, True, number != 2, True, True]
+            values = torch.randn(len(shard.params), generator=generator)
+            updater.apply([Gradient(values, mask)])
+        states.append(shard.state())
+    states[0].tensors["floats"] = torch.arange(float(flat.manifest.num_floats))
+    made = Checkpoint(version=4, manifest=flat.manifest, shards=tuple(states), frozen={})
+    two = Checkpoint(version=4, manifest=flat.manifest, shards=made.recut(2), frozen={})
+    assert [len(s.tensors["params"]) for s in two.shards] == [
+        hi - lo for lo, hi in partition(flat.manifest.num_elements, 2)
+    ]
+    assert "floats" in two.shards[0].tensors and "floats" not in two.shards[1].tensors
+    for shard, state in zip(shards_of(2), two.shards, strict=True):
+        shard.load(state)
+        shard.make_updater()
+        assert shard.state().tensors.keys() - {"floats"} == state.tensors.keys() - {"floats"}
+    for before, after in zip(states, two.recut(3), strict=True):
+        assert before.tensors.keys() == after.tensors.keys()
+        for key, value in before.tensors.items():
+            assert torch.equal(value, after.tensors[key]), key
+
+
+def test_recutting_keeps_each_workers_last_gradient_and_the_newest_version() -> None:
+    flat = FlatModel(small_model())
+    states = []
+    for k, (lo, hi) in enumerate(partition(flat.manifest.num_elements, 2)):
+        tensors = {"params": torch.zeros(hi - lo)}
+        applied = {0: (0, 10 - k), 1: (k, 3)}
+        states.append(ShardState(version=5 + k, tensors=tensors, applied=applied))
+    made = Checkpoint(version=5, manifest=flat.manifest, shards=tuple(states), frozen={})
+    (one,) = made.recut(1)
+    assert one.version == 6
+    assert one.applied == {0: (0, 10), 1: (1, 3)}
+    assert made.recut(2) == made.shards

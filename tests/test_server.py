@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rig import Hand, Rig, in_threads, rig, wait_until
+from rig import TRANSPORTS, Hand, Rig, in_threads, rig, wait_until
 
 from offbeat import SGD
 from offbeat.errors import ConnectionClosedError
@@ -160,13 +160,17 @@ def test_in_sync_an_unusable_gradient_takes_no_part_and_keeps_the_pace(tmp_path:
         assert [h.reply().reply_version for h in hands] == [2, 2]
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("discipline", LOCKED)
 def test_no_reply_of_a_locked_discipline_mixes_two_versions(
-    tmp_path: Path, discipline: str
+    tmp_path: Path, discipline: str, transport: str
 ) -> None:
     """Every update stamps its version into every element, so a mixed reply shows itself."""
     options = {"staleness": 1} if discipline == "bounded" else {}
-    with rig(tmp_path, discipline, 3, sizes=(50_001,), discipline_options=options) as r:
+    sizes = (50_001,)
+    with rig(
+        tmp_path, discipline, 3, sizes=sizes, discipline_options=options, transport=transport
+    ) as r:
         hands = r.join_all(3)
 
         def work(hand: Hand) -> None:
@@ -425,3 +429,103 @@ def test_a_snapshot_knows_what_is_applied_rather_than_what_has_come(tmp_path: Pa
         hands[0].push(1.0)
         wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")
     assert r.pushes()[-1]["outcome"] == "dropped", "the server was stopped before its round"
+
+
+# -- joining, leaving, coming back -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_comes_again_takes_the_place_of_its_former_self(
+    tmp_path: Path, transport: str
+) -> None:
+    with rig(tmp_path, "sync", 2, transport=transport) as r:
+        first, other = r.join_all(2)
+        first.push(5.0)  # waits for the other one, and is given up
+        wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")
+        again = r.join(0, incarnation=1)
+        with pytest.raises(ConnectionClosedError, match="took this one's place"):
+            first.reply()
+        assert again.link.welcome.applied_sequence == 0
+        again.push(1.0)
+        other.push(3.0)
+        assert [again.reply().reply_version, other.reply().reply_version] == [1, 1]
+        assert again.params.tolist() == [-2] * 4, "the gradient that was given up is not in"
+        for hand in (first, again, other):
+            hand.link.close()
+    outcomes = [(p["worker"], p["incarnation"], p["outcome"]) for p in r.pushes()]
+    assert sorted(outcomes) == [(0, 0, "dropped"), (0, 1, "applied"), (1, 0, "applied")]
+
+
+def test_a_welcome_tells_what_of_the_worker_is_in(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 1) as r:
+        hand = r.join(0)
+        for _ in range(3):
+            hand.exchange(1.0)
+        hand.link.close()
+        again = r.join(0)
+        assert again.link.welcome.applied_sequence == 3
+        again.sequence = 2
+        assert again.exchange(1.0).status == "duplicate", "it is in already"
+        assert again.exchange(1.0).status == "applied"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sync_notices_at_once_when_a_waiting_worker_dies(tmp_path: Path, transport: str) -> None:
+    with rig(tmp_path, "sync", 3, transport=transport) as r:
+        hands = r.join_all(3)
+        hands[0].push(100.0)
+        wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")
+        hands[0].link.close()
+        wait_until(lambda: 0 not in r.server._sessions, "its death was noticed, in mid-round")
+        hands[1].push(1.0)
+        hands[2].push(3.0)
+        assert [hand.reply().reply_version for hand in hands[1:]] == [1, 1]
+        assert hands[1].params.tolist() == [-2] * 4
+        for hand in hands[1:]:
+            hand.link.close()
+
+
+def test_a_silent_worker_is_declared_gone_and_a_beating_one_is_not(tmp_path: Path) -> None:
+    timeout = {"worker_timeout_s": 0.5}
+    with rig(tmp_path, "sync", 2, transport="unix", server_options=timeout) as r:
+        silent, slow = r.join_all(2)
+        slow.push(1.0)
+        wait_until(lambda: 0 not in r.server._sessions, "the silent one was declared gone")
+        assert slow.reply().reply_version == 1, "and the round closed without it"
+        for _ in range(10):
+            slow.link.beat()
+            assert not slow.has_reply(0.1)
+        assert slow.exchange(1.0).reply_version == 2, "a long step is not a hang"
+        silent.push(1.0)
+        with pytest.raises(ConnectionClosedError, match="nothing was heard of worker 0"):
+            silent.reply()
+        slow.link.close()
+        silent.link.close()
+
+
+def test_a_push_of_another_epoch_is_refused_and_answered(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 1, server_options={"epoch": 3}) as r:
+        hand = r.join(0)
+        assert hand.link.welcome.epoch == 3
+        answer = hand.exchange(1.0, epoch=2)
+        assert (answer.status, answer.epoch, answer.reply_version) == ("stale", 3, 0)
+        assert hand.exchange(1.0).status == "applied"
+
+
+def test_finished_workers_are_counted_and_others_are_not(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 3) as r:
+        hands = r.join_all(3)
+        hands[0].link.close(finished=True)
+        hands[1].link.close()
+        wait_until(lambda: len(r.server._sessions) == 1, "two have left")
+        status, _ = r.server.answer({"ask": "status"}, {})
+        assert status["finished"] == [0]
+        hands[2].link.close()
+
+
+def test_an_unknown_wish_of_the_master_ends_its_call_alone(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 1) as r:
+        hand = r.join(0)
+        with pytest.raises(ConnectionClosedError, match="unknown"):
+            r.server.answer({"ask": "the moon"}, {})
+        assert hand.exchange(1.0).status == "applied"

@@ -283,3 +283,40 @@ def test_every_named_optimizer_can_be_built() -> None:
         make().check(fused=False)
     with pytest.raises(ConfigError, match="SGD"):
         SGD(lr=0.1, nesterov=True).check(fused=False)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mask", [None, [True, False, True, True]])
+def test_a_shard_that_is_loaded_goes_on_with_the_same_bits(
+    name: str, shared: bool, mask: list[bool] | None
+) -> None:
+    flat = FlatModel(odd_model())
+    options = {"schedule": cosine(warmup=2), "total_updates": 8, "ema_decay": 0.9}
+    (whole,) = make_shards(flat, OPTIMIZERS[name], 1, **options)
+    (first,) = make_shards(flat, OPTIMIZERS[name], 1, **options)
+    (second,) = make_shards(flat, OPTIMIZERS[name], 1, **options)
+    before, after = gradients(flat, 6)[:4], gradients(flat, 8)[4:]
+    updater = whole.make_updater(shared=shared)
+    for index, values in enumerate([*before, *after]):
+        updater.apply([Gradient(values, mask if index == 1 else None)])
+    updater = first.make_updater(shared=shared)
+    for index, values in enumerate(before):
+        updater.apply([Gradient(values, mask if index == 1 else None)])
+    first.applied[3] = (1, 4)
+    second.load(first.state())
+    assert second.version == 4 and second.applied == {3: (1, 4)}
+    again = second.state()
+    assert again.version == 4
+    assert_states_equal(again.tensors, first.state().tensors)
+    updater = second.make_updater(shared=shared)
+    for values in after:
+        updater.apply([Gradient(values)])
+    assert second.version == whole.version == 8
+    assert_states_equal(second.state().tensors, whole.state().tensors)
+
+
+def assert_states_equal(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == other.keys()
+    for key, value in state.items():
+        assert torch.equal(value, other[key]), key

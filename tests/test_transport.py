@@ -1,14 +1,29 @@
 """One suite that every transport passes; offbeat/transport/base.py is the contract it checks."""
 
+import contextlib
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from rig import TRANSPORTS, knock, open_listener
 
-from offbeat.errors import ConnectionClosedError
-from offbeat.transport.base import Header, Layout, Listener, ServerEnd, WorkerEnd
+from offbeat.errors import ConfigError, ConnectionClosedError
+from offbeat.memory import make_memory, map_memory
+from offbeat.transport.base import CallEnd, Header, Layout, Listener, ServerEnd, WorkerEnd
+from offbeat.transport.inproc import InprocListener
+from offbeat.transport.sockets import (
+    SocketListener,
+    SocketServerEnd,
+    _resolve,
+    connect,
+    connect_for_calls,
+)
+from offbeat.transport.wire import CALL, PUSH, REPLY, pack
+from offbeat.transport.wire import HELLO as HELLO_FRAME
 
 LAYOUT = Layout(num_elements=5, num_tensors=2, num_floats=3, num_ints=1)
 HELLO = {"worker": 3, "incarnation": 1}
@@ -211,3 +226,264 @@ def test_a_closed_listener_takes_nobody_in_but_keeps_its_connections(
         connect()
     worker.push(header(1))
     assert server.receive(T) is not None
+
+
+def test_a_goodbye_says_whether_the_work_is_done(transport: tuple[Listener, Connect]) -> None:
+    for finished in (True, False):
+        worker, server = connected(transport)
+        assert server.is_open() and not server.finished
+        worker.close(finished=finished)
+        with pytest.raises(ConnectionClosedError, match="left"):
+            server.receive(T)
+        assert not server.is_open()
+        assert server.finished == finished
+
+
+def test_a_goodbye_says_whether_the_run_is_over(transport: tuple[Listener, Connect]) -> None:
+    for over in (True, False):
+        worker, server = connected(transport)
+        server.close("enough", over=over)
+        with pytest.raises(ConnectionClosedError, match="enough") as caught:
+            worker.wait_reply(T)
+        assert caught.value.over == over
+
+
+def test_an_end_that_is_closed_by_another_thread_wakes_its_reader(
+    transport: tuple[Listener, Connect],
+) -> None:
+    _, server = connected(transport)
+    closer = threading.Timer(0.05, lambda: server.close("replaced"))
+    closer.start()
+    with pytest.raises(ConnectionClosedError):
+        server.receive(T)
+    closer.join()
+
+
+def test_a_beat_is_heard_and_is_no_push(transport: tuple[Listener, Connect]) -> None:
+    worker, server = connected(transport)
+    before = server.heard_s
+    worker.beat()
+    assert server.receive(0.05) is None
+    assert server.heard_s > before
+    worker.push(header(1))
+    assert server.receive(T) is not None
+
+
+def test_a_thousand_exchanges_bring_what_was_sent(transport: tuple[Listener, Connect]) -> None:
+    worker, server = connected(transport)
+
+    def serve() -> None:
+        for number in range(1, 1001):
+            while (received := server.receive(T)) is None:
+                pass
+            assert received.sequence == number
+            total = server.gradient_slot(received).values.sum()
+            server.reply_slot.values.fill_(float(total))
+            server.send(header(number, reply_version=number))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for number in range(1, 1001):
+        worker.gradient_slot.values.fill_(number)
+        worker.push(header(number))
+        while (reply := worker.wait_reply(T)) is None:
+            pass
+        assert (reply.sequence, reply.reply_version) == (number, number)
+        assert worker.reply_slot.values.tolist() == [5 * number] * 5
+    thread.join()
+
+
+def call_end(listener: Listener) -> CallEnd:
+    if isinstance(listener, SocketListener):
+        return connect_for_calls(listener.address, HELLO, LAYOUT, T)
+    assert isinstance(listener, InprocListener)
+    return listener.connect_for_calls(HELLO)
+
+
+def test_calls_carry_messages_and_tensors_both_ways(transport: tuple[Listener, Connect]) -> None:
+    listener, _ = transport
+    master = call_end(listener)
+    server = listener.accept(T)
+    assert server is not None
+    assert server.read_hello(T) == {**HELLO, "calls": True}
+
+    def answer(message, tensors):  # type: ignore[no-untyped-def]
+        return {"got": message}, {name: 2 * tensor for name, tensor in tensors.items()}
+
+    def serve() -> None:
+        with contextlib.suppress(ConnectionClosedError):
+            while True:
+                server.answer_calls(answer, T)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([2**40]), "c": torch.ones(0)}
+    for number in range(3):
+        message, doubled = master.call({"number": number}, tensors, T)
+        assert message == {"got": {"number": number}}
+        torch.testing.assert_close(doubled, {k: 2 * v for k, v in tensors.items()})
+    master.close()
+    thread.join()
+
+
+# -- sockets: what strangers and broken peers do ---------------------------------------------------
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def door(request: pytest.FixtureRequest) -> Iterator[SocketListener]:
+    listener = open_listener(request.param, LAYOUT)
+    assert isinstance(listener, SocketListener)
+    yield listener
+    listener.close()
+
+
+def dial(door: SocketListener) -> socket.socket:
+    family, where = _resolve(door.address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.connect(where)
+    return sock
+
+
+def huge(kind: int, length: int) -> bytes:
+    return pack(kind, length=length)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/1.1\r\n" + b"x" * 100,
+        b"\0" * 200,
+        pack(HELLO_FRAME)[:4] + b"\xff\xff" + pack(HELLO_FRAME)[6:],  # another protocol
+        pack(HELLO_FRAME)[:7] + b"\xff" + pack(HELLO_FRAME)[8:],  # an unknown status
+        pack(PUSH),  # before the hello
+        huge(HELLO_FRAME, 2**63),
+        huge(HELLO_FRAME, 2**32 - 1),
+        huge(HELLO_FRAME, 0),
+        huge(HELLO_FRAME, 4) + b"nope",
+        huge(HELLO_FRAME, 2) + b"[]",
+        pack(HELLO_FRAME)[:30],  # and then nothing more
+    ],
+)
+def test_what_is_no_hello_is_refused_without_any_memory(door: SocketListener, raw: bytes) -> None:
+    stranger = dial(door)
+    end = door.accept(T)
+    assert isinstance(end, SocketServerEnd)
+    stranger.sendall(raw)
+    stranger.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionClosedError):
+        end.read_hello(T)
+    assert end._slots is None
+    end.close()
+    stranger.close()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        huge(PUSH, 2**63) + b"x" * 100,
+        huge(PUSH, 7),
+        pack(REPLY),
+        pack(CALL),
+        pack(99),
+        b"garbage" * 20,
+        pack(PUSH)[:50],
+    ],
+)
+def test_bad_frames_after_the_handshake_end_the_connection(
+    door: SocketListener, raw: bytes
+) -> None:
+    worker, server = connected((door, lambda: connect(door.address, HELLO, LAYOUT, T)))
+    worker._connection._socket.sendall(raw)  # type: ignore[attr-defined]
+    worker._connection._socket.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
+    with pytest.raises(ConnectionClosedError):
+        server.receive(T)
+    server.close()
+    worker.close()
+
+
+def test_a_frame_that_comes_byte_by_byte_is_whole(door: SocketListener) -> None:
+    worker, server = connected((door, lambda: connect(door.address, HELLO, LAYOUT, T)))
+    inline = door.address.startswith("tcp")
+    body = bytes(4 * 5 + 2 + 4 * 3 + 8) if inline else b""
+    sock = worker._connection._socket  # type: ignore[attr-defined]
+    for byte in pack(PUSH, header(9), len(body)) + body:
+        sock.sendall(bytes([byte]))
+    received = server.receive(T)
+    assert received is not None and received.sequence == 9
+    server.close()
+    worker.close()
+
+
+def test_half_a_push_is_thrown_away(door: SocketListener) -> None:
+    worker, server = connected((door, lambda: connect(door.address, HELLO, LAYOUT, T)))
+    sock = worker._connection._socket  # type: ignore[attr-defined]
+    sock.sendall(pack(PUSH, header(1), 42)[:60])
+    sock.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionClosedError):
+        server.receive(T)
+    worker.close()
+    server.close()
+
+
+def test_after_half_a_frame_no_goodbye_is_sent(door: SocketListener) -> None:
+    """The other side would take it for the rest of the frame."""
+    worker, server = connected((door, lambda: connect(door.address, HELLO, LAYOUT, T)))
+    connection = worker._connection  # type: ignore[attr-defined]
+    connection._socket.sendall(pack(PUSH, header(1), 42)[:60])
+    connection._torn = True
+    worker.close()
+    with pytest.raises(ConnectionClosedError):
+        server.receive(T)
+    server.close()
+
+
+def test_shared_memory_is_sealed_and_has_no_name() -> None:
+    descriptor = make_memory(100)
+    try:
+        for size in (50, 5000):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+        with pytest.raises(ValueError, match="smaller than"):
+            map_memory(descriptor, 101)
+    finally:
+        os.close(descriptor)
+
+
+def test_without_memfd_an_unlinked_file_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    listener = open_listener("unix", LAYOUT)
+    assert isinstance(listener, SocketListener)
+    worker, server = connected((listener, lambda: connect(listener.address, HELLO, LAYOUT, T)))
+    assert worker.reply_slot.values.tolist() == [1, 2, 3, 4, 5]
+    assert not list(Path("/dev/shm").glob("offbeat*"))
+    worker.close()
+    server.close()
+    listener.close()
+
+
+def test_another_user_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = open_listener("unix", LAYOUT)
+    assert isinstance(listener, SocketListener)
+    stranger = dial(listener)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert listener.accept(T) is None
+    with pytest.raises(ConnectionClosedError, match="another user"):
+        connect(listener.address, HELLO, LAYOUT, T)
+    stranger.close()
+    listener.close()
+
+
+def test_a_socket_in_a_file_is_removed_with_its_listener(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    listener = SocketListener(f"unix:{path}", LAYOUT)
+    worker, server = connected((listener, lambda: connect(listener.address, HELLO, LAYOUT, T)))
+    listener.close()
+    assert not path.exists()
+    worker.close()
+    server.close()
+
+
+@pytest.mark.parametrize("address", ["", "tcp:localhost", "tcp:host:port", "udp:1:2", "unix:"])
+def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        SocketListener(address, LAYOUT)

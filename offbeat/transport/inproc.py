@@ -34,6 +34,7 @@ class _Channel:
         self.to_worker: _Mailbox = queue.SimpleQueue()
         self.heard_s = time.monotonic()
         self.worker_left = False
+        self.server_left = False
         self.worker_finished = False
         if layout is not None:
             self.gradients = (Slot.allocate(layout), Slot.allocate(layout))
@@ -115,9 +116,10 @@ class InprocServerEnd(ServerEnd):
         self._channel.to_worker.put(header)
 
     def is_open(self) -> bool:
-        return not self._channel.worker_left
+        return not (self._channel.worker_left or self._channel.server_left)
 
     def close(self, reason: str = "", *, over: bool = False) -> None:
+        self._channel.server_left = True
         goodbye = ConnectionClosedError(reason or "the server left", over=over)
         self._channel.to_worker.put(goodbye)
         self._channel.to_server.put(ConnectionClosedError("this end was closed"))

@@ -125,6 +125,8 @@ class Connection:
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._closed: ConnectionClosedError | None = None
+        self._torn = False
+        """Half a frame was sent, so that nothing that followed could be understood."""
         sock.setblocking(True)
         seconds = struct.pack("ll", 0, int(WAKE_S * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
@@ -141,7 +143,9 @@ class Connection:
             try:
                 self._send(head, body, descriptors)
             except OSError as error:
-                raise self._lost(error) from error
+                # not the last word: a goodbye with the reason may lie here unread
+                self._torn = True
+                raise ConnectionClosedError(f"the connection broke: {error}") from error
 
     def try_to_send(self, head: bytes) -> None:
         """Send a frame that nobody waits for, unless the line is busy or gone."""
@@ -150,7 +154,9 @@ class Connection:
         try:
             num_sent = self._socket.send(head, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             if num_sent < len(head):
+                self._torn = True
                 self._send(head[num_sent:], (), ())
+                self._torn = False
         except OSError:
             return  # full, or gone: whoever reads will be told
         finally:
@@ -280,11 +286,12 @@ class Connection:
 
     def close(self, goodbye: bytes = b"", reason: bytes = b"") -> None:
         """Say goodbye where that needs no waiting, and hang up. A thread that reads is woken."""
-        if self._closed is None and goodbye and self._sending.acquire(timeout=WAKE_S):
+        if goodbye and self._closed is None and self._sending.acquire(timeout=WAKE_S):
             try:
                 with contextlib.suppress(OSError):  # gone already: then nobody needs to be told
                     flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                    self._socket.send(goodbye + reason, flags)
+                    if not self._torn:
+                        self._socket.send(goodbye + reason, flags)
             finally:
                 self._sending.release()
         self.lost("this end was closed")
