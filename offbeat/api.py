@@ -26,6 +26,7 @@ from offbeat.recipes.base import Recipe, load_recipe
 from offbeat.report import summarise
 from offbeat.roles.evaluator import metric_name
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
+from offbeat.summaries import check_installed
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def resume(run_dir: str | Path, **options: Any) -> Result:
 def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
     """The same, from a configuration that is complete."""
     began_s = time.monotonic()
+    _check_extras(config)
     recipe = recipe or load_recipe(config.recipe)
     job = make_job(config, recipe)
     replicas = _make_replicas(job)
@@ -136,6 +138,7 @@ def resume_config(
         if value is not None and not (length and key in ("steps", "epochs"))
     }
     config = make_config(kept, options, {"run_dir": str(run_dir)})
+    _check_extras(config)
     os.close(folder.lock())  # somebody else's run is left alone
     checkpoint = newest_checkpoint(folder.checkpoints)
     began_s = time.monotonic() - summarise(folder)["total_time_s"]
@@ -180,6 +183,12 @@ def _run(
     finally:
         os.close(lock)
     return Result(folder.path, summary)
+
+
+def _check_extras(config: TrainConfig) -> None:
+    """Have what is missing said while there is no folder yet."""
+    if config.tensorboard:
+        check_installed()
 
 
 def _refuse_recursion() -> None:

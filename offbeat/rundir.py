@@ -1,6 +1,7 @@
 """A run's folder: what is where, how it is made, and what config.json says.
 
 RUN/config.json  RUN/logs/  RUN/events/  RUN/checkpoints/  RUN/summary.json
+RUN/tensorboard/
 """
 
 import fcntl

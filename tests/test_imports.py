@@ -15,7 +15,7 @@ LAYERS = [
     ["bench"],
     ["api"],
     ["engines"],
-    ["roles"],
+    ["roles", "summaries"],
     ["report", "cluster", "rundir", "progress", "job"],
     ["checkpoint"],
     ["disciplines", "shard"],

@@ -23,6 +23,7 @@ from offbeat.roles.master import Master
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, close_log
+from offbeat.summaries import Summaries
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 
 REFRESH_S = 0.1
@@ -57,7 +58,10 @@ class InprocEngine:
         network = InprocNetwork(self._listeners)
         *of_workers, initial = replicas
         self.servers = [self._make_server(k) for k in range(job.config.servers)]
-        self.master = Master(job, network, folder, initial, stop=self.stop, **self._means("master"))
+        means = self._means("master")
+        self._summaries = Summaries(job, folder, means["log"], clock)
+        watch, of_steps = self._summaries.watch, self._summaries.of_steps()
+        self.master = Master(job, network, folder, initial, stop=self.stop, watch=watch, **means)
         self.workers = [
             Worker(
                 job,
@@ -66,6 +70,7 @@ class InprocEngine:
                 network,
                 stop=self._give_up,
                 incarnation=incarnation,
+                summaries=of_steps if rank == 0 else None,
                 **self._means(f"worker-{rank}"),
             )
             for rank, model in enumerate(of_workers)
@@ -130,6 +135,7 @@ class InprocEngine:
         torch.set_num_threads(threads_before)
         self.display.update(self._status())
         self.display.close()
+        self._summaries.close()
         for events in self._event_logs:
             events.close()
         for log in self._logs:
@@ -154,8 +160,14 @@ class InprocEngine:
     def _make_evaluator(self, model: FlatModel) -> Evaluator | None:
         if self.job.test is None:
             return None
-        means = self._means("evaluator")
-        return Evaluator(self.job, model.module, self.folder, stop=self._give_up, **means)
+        return Evaluator(
+            self.job,
+            model.module,
+            self.folder,
+            stop=self._give_up,
+            scored=self._summaries.scored,
+            **self._means("evaluator"),
+        )
 
     def _means(self, role: str) -> dict[str, Any]:
         events = EventLog.create(self.folder.events, role)

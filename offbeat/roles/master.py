@@ -121,7 +121,8 @@ class Master:
         stop: threading.Event,
         watch: Callable[[Sequence[Status]], None] = lambda statuses: None,
     ) -> None:
-        """`model` has the initial weights; they are copied here, before anybody trains it."""
+        """`model` has the initial weights; they are copied here, before anybody trains it. `watch`
+        is shown the servers when they are opened, and several times a second from then on."""
         self.job = job
         self.log = log
         self.opened = threading.Event()
@@ -162,6 +163,7 @@ class Master:
             self._commit(self._snapshots_now())
         else:
             self._last_versions = [status.version for status in statuses]
+        self._watch(statuses)
         self.opened.set()
 
     def _keep_books(self) -> str:

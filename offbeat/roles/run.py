@@ -32,6 +32,7 @@ from offbeat.roles.master import Master
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, close_log
+from offbeat.summaries import StepSummaries, Summaries
 from offbeat.transport.sockets import SocketListener
 
 PATIENCE_S = 3.0
@@ -52,6 +53,9 @@ class _Means:
 
     def clock(self) -> float:
         return time.monotonic() - self.cluster.began_s
+
+    def make_summaries(self) -> Summaries:
+        return Summaries(self.job, self.folder, self.log, self.clock)
 
 
 def run_role(config: TrainConfig, role: str, index: int, control: Control | None = None) -> None:
@@ -154,7 +158,8 @@ def _run_master(means: _Means, index: int) -> None:
     books = EventLog.create(means.folder.events, "master")
     events = EventLog.create(means.folder.events, "worker-0")
     stop = means.control.stop
-    worker = _make_worker(means, 0, incarnation, events, threading.Event())
+    summaries = means.make_summaries()
+    worker = _make_worker(means, 0, incarnation, events, threading.Event(), summaries.of_steps())
     master = Master(
         means.job,
         ClusterNetwork(means.folder),
@@ -164,6 +169,7 @@ def _run_master(means: _Means, index: int) -> None:
         log=means.log,
         clock=means.clock,
         stop=stop,
+        watch=summaries.watch,
     )
     failures: list[BaseException] = []
 
@@ -189,6 +195,7 @@ def _run_master(means: _Means, index: int) -> None:
         stop.set()  # the books end with a checkpoint of what there is
     finally:
         thread.join()
+        summaries.close()
         books.close()
         events.close()
     if failures:
@@ -197,6 +204,7 @@ def _run_master(means: _Means, index: int) -> None:
 
 def _run_evaluator(means: _Means, index: int) -> None:
     events = EventLog.create(means.folder.events, "evaluator")
+    summaries = means.make_summaries()
     job = means.job
     evaluator = Evaluator(
         job,
@@ -206,12 +214,14 @@ def _run_evaluator(means: _Means, index: int) -> None:
         log=means.log,
         clock=means.clock,
         stop=means.control.stop,
+        scored=summaries.scored,
     )
     means.control.status = lambda: {"score": evaluator.latest}
     means.control.flush = events.flush
     try:
         evaluator.run()
     finally:
+        summaries.close()
         events.close()
 
 
@@ -224,7 +234,12 @@ _BODIES: dict[str, Callable[[_Means, int], None]] = {
 
 
 def _make_worker(
-    means: _Means, rank: int, incarnation: int, events: EventLog, stop: threading.Event
+    means: _Means,
+    rank: int,
+    incarnation: int,
+    events: EventLog,
+    stop: threading.Event,
+    summaries: StepSummaries | None = None,
 ) -> Worker:
     return Worker(
         means.job,
@@ -237,6 +252,7 @@ def _make_worker(
         stop=stop,
         incarnation=incarnation,
         seeds_torch=True,
+        summaries=summaries,
     )
 
 

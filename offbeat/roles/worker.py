@@ -25,6 +25,7 @@ from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.randomness import make_seed
 from offbeat.shard import usable
+from offbeat.summaries import StepSummaries
 from offbeat.transport.base import (
     ACCEPTED,
     APPLIED,
@@ -72,6 +73,7 @@ class Worker:
         stop: threading.Event,
         incarnation: int = 0,
         seeds_torch: bool = False,
+        summaries: StepSummaries | None = None,
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
         from torch's own generator can be made to depend on nothing but seed, rank and step."""
@@ -85,6 +87,7 @@ class Worker:
         self._network = network
         self._incarnation = incarnation
         self._seeds_torch = seeds_torch
+        self._summaries = summaries
         self._events = events
         self._clock = clock
         self._stop = stop
@@ -202,7 +205,7 @@ class Worker:
                 return False
             epoch, batch = upcoming
             start_s = self._clock()
-            loss = self._compute(batch)
+            loss = self._compute_watched(batch, versions[0])
             computed_s = self._clock()
             self._push(versions)
             upcoming = next(batches, None)  # prepared while the exchange is under way
@@ -225,6 +228,14 @@ class Worker:
             )
             self.step += 1
         return True
+
+    def _compute_watched(self, batch: Batch, version: int) -> float:
+        if self._summaries is None:
+            return self._compute(batch)
+        with self._summaries.watching(self.model.module, version):
+            loss = self._compute(batch)
+        self._summaries.computed(self.model, version, loss)
+        return loss
 
     def _compute(self, batch: Batch) -> float:
         """Loss and gradient of one batch; the gradient stays in the parameters."""
