@@ -3,6 +3,7 @@
     offbeat train --discipline lock-free --workers 4
     offbeat train --resume RUN
     offbeat export RUN model.safetensors
+    offbeat bench exchange
 
 Exit codes: 0 done; 1 the run failed; 2 something was wrong with what was asked for; 130 stopped by
 Ctrl-C, SIGTERM or SIGHUP.
@@ -10,10 +11,12 @@ Ctrl-C, SIGTERM or SIGHUP.
 
 import argparse
 import contextlib
+import json
+import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +33,9 @@ from offbeat.errors import ConfigError, OffbeatError, nearest
 from offbeat.version import __version__
 
 INTERRUPTED = 130
+TRANSPORTS = ("unix", "tcp", "inproc")
+BENCH_RECIPES = ("mnist-sigmoid", "convnet")
+BENCH_DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:1")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             raise SystemExit(2)
         if unknown:
-            raise ConfigError(_unknown(unknown[0], commands[known.command], known.command))
+            name = " ".join(filter(None, (known.command, getattr(known, "benchmark", None))))
+            raise ConfigError(_unknown(unknown[0], commands[name], name))
         return _COMMANDS[known.command](known)
     except OffbeatError as error:
         print(f"offbeat: error: {error}", file=sys.stderr)
@@ -151,7 +158,87 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     role.add_argument("role", metavar="ROLE", help=", ".join(ROLES), choices=ROLES)
     role.add_argument("--index", type=int, default=0, help="which server or worker (default: 0)")
     role.add_argument("--run-dir", metavar="RUN", required=True, help="the run's folder")
-    return parser, dict(commands.choices)
+
+    bench = command(
+        "bench",
+        "measure exchanges or training on this machine",
+        "Measure exchanges or training on this machine, beside something that is measured with it.",
+    )
+    kinds = bench.add_subparsers(
+        dest="benchmark", metavar="WHAT", required=True, parser_class=_Parser
+    )
+    _add_benchmarks(kinds.add_parser)
+    return parser, {**commands.choices, **{f"bench {k}": v for k, v in kinds.choices.items()}}
+
+
+def _add_benchmarks(add: Callable[..., argparse.ArgumentParser]) -> None:
+    exchange = add(
+        "exchange",
+        help="one worker and one server, beside two plain copies of the same size",
+        description="What an exchange costs: a gradient up, an update, parameters back.",
+        allow_abbrev=False,
+    )
+    sizes = "MB each way, one size or several (default: 4.3,16)"
+    exchange.add_argument(
+        "--sizes", metavar="MB", type=_several(_size), default="4.3,16", help=sizes
+    )
+    exchange.add_argument("--rounds", metavar="N", type=_count, default=15, help="default: 15")
+    exchange.add_argument(
+        "--transports",
+        metavar="LIST",
+        type=_several(_one_of(TRANSPORTS)),
+        default=",".join(TRANSPORTS),
+        help=f"default: {','.join(TRANSPORTS)}",
+    )
+    train = add(
+        "train",
+        help="gradients per second, beside workers that exchange nothing and torch's DDP",
+        description="Gradients per second of each discipline, on made-up data.",
+        allow_abbrev=False,
+    )
+    known = f"{' or '.join(BENCH_RECIPES)} (default: {BENCH_RECIPES[0]})"
+    train.add_argument("--recipe", choices=BENCH_RECIPES, default=BENCH_RECIPES[0], help=known)
+    train.add_argument("--workers", metavar="N", type=_count, default=2, help="default: 2")
+    train.add_argument("--servers", metavar="N", type=_count, default=1, help="default: 1")
+    train.add_argument("--batch-size", metavar="N", type=_count, help="default: the recipe's")
+    seconds = "how long each one trains in a round (default: 6)"
+    train.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
+    train.add_argument("--rounds", metavar="N", type=_count, default=3, help="default: 3")
+    train.add_argument(
+        "--disciplines",
+        metavar="LIST",
+        type=_several(str),
+        default=",".join(BENCH_DISCIPLINES),
+        help=f"default: {','.join(BENCH_DISCIPLINES)}",
+    )
+    for parser in (exchange, train):
+        parser.add_argument("--json", metavar="FILE", help="write every round's figures here too")
+
+
+def _several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part.strip()) for part in text.split(",")]
+
+
+def _one_of(known: Sequence[str]) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"unknown {text!r}; {nearest(text, known)}")
+        return text
+
+    return check
+
+
+def _size(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def _add_option(
@@ -226,7 +313,28 @@ def _role(known: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "export": _export, "role": _role}
+def _bench(known: argparse.Namespace) -> int:
+    given = {k: v for k, v in vars(known).items() if k not in ("command", "benchmark", "json")}
+    for discipline in given.get("disciplines", ()):
+        make_config({"discipline": discipline})  # what is wrong with it shows before torch loads
+    if known.json is not None and not Path(known.json).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {known.json}: there is no such folder")
+    with _signals_as_ctrl_c():
+        from offbeat import bench
+
+        rows = bench.exchange(**given) if known.benchmark == "exchange" else bench.train(**given)
+    given = {k: v for k, v in given.items() if v is not None}
+    print(bench.machine())
+    print(*bench.table(rows), sep="\n")
+    print(f"median (min..max), n = {known.rounds} rounds")
+    if known.json is not None:
+        found = {"benchmark": known.benchmark, "options": given, "machine": bench.machine()}
+        found["rows"] = bench.figures(rows)
+        Path(known.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+_COMMANDS = {"train": _train, "export": _export, "role": _role, "bench": _bench}
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:

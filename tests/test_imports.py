@@ -100,7 +100,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         offbeat.trian  # noqa: B018
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["bench", "train", "--help"]]
+)
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     program = (
         "import sys\n"

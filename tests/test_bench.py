@@ -1,0 +1,86 @@
+"""The benchmarks run, and their figures are what they say. How fast anything is, no test asks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat import bench
+from offbeat.cli import main
+from offbeat.errors import RunError
+
+
+def test_exchanges_are_timed_over_every_transport(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    arguments = ["--sizes", "0.01", "--rounds", "3", "--json", str(file)]
+    assert main(["bench", "exchange", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "cores" in lines[0] and "n = 3" in lines[-1]
+    assert [line.split()[0] for line in lines[2:-1]] == ["unix", "tcp", "inproc"]
+    assert max(map(len, lines)) <= 80
+    for row in json.loads(file.read_text())["rows"]:
+        times = zip(row["exchange, ms"]["rounds"], row["two copies, ms"]["rounds"], strict=True)
+        assert row["ratio"]["rounds"] == pytest.approx([a / b for a, b in times])
+        assert sorted(row["ratio"]["rounds"])[1] == row["ratio"]["median"]
+
+
+def test_an_update_that_was_lost_on_the_way_is_noticed() -> None:
+    with bench._joined("inproc", 0.01) as pair:
+        pair.time_round()
+        pair.check()
+        pair._num_done += 1
+        with pytest.raises(RunError, match="not what the exchanges should have made"):
+            pair.check()
+
+
+def test_training_is_compared_with_the_ceiling_and_ddp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.CALIBRATION_STEPS, "mnist-sigmoid", 30)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    file = tmp_path / "found.json"
+    arguments = ["--disciplines", "bounded:1", "--rounds", "1", "--seconds", "1"]
+    assert main(["bench", "train", *arguments, "--batch-size", "8", "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:-1]] == ["ceiling", "bounded:1", "ddp"]
+    assert max(map(len, lines)) <= 80
+    rows = json.loads(file.read_text())["rows"]
+    assert all(row["gradients/s"]["median"] > 0 for row in rows)
+    assert [rows[0]["of the ceiling"]["median"], rows[2]["times ddp"]["median"]] == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"], "nothing is left behind"
+
+
+def test_a_rate_is_that_of_the_time_in_which_all_workers_were_at_work() -> None:
+    early = [0.1 * step for step in range(1, 101)]  # 10 a second, until 10.0
+    late = [5.0 + 0.5 * step for step in range(1, 21)]  # 2 a second; warm at 6.5
+    assert bench._rate([early, late]) == pytest.approx(12, rel=0.05)
+    with pytest.raises(RunError, match="give more --seconds"):
+        bench._rate([early, [11.0, 12.0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["exchange", "--transports", "unix,tpc"], "unknown 'tpc'; did you mean 'tcp'?"),
+        (["exchange", "--sizes", "4,0"], "'0' is no number above 0"),
+        (["exchange", "--round", "3"], "unknown argument '--round'; did you mean '--rounds'?"),
+        (["train", "--disciplines", "synk"], "unknown discipline 'synk'; did you mean 'sync'?"),
+        (["train", "--workers", "0"], "'0' is no whole number above 0"),
+        (["train", "--json", "no/such/folder"], "there is no such folder"),
+    ],
+)
+def test_what_is_wrong_with_the_flags_is_said_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(("recipe", "size"), [("mnist_sigmoid", 79_510), ("convnet", 1_070_186)])
+def test_the_models_are_as_large_as_they_should_be(recipe: str, size: int) -> None:
+    model = getattr(bench, recipe).model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == size
