@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.version import __version__
 
 if TYPE_CHECKING:
-    from offbeat.api import Result, load, train
+    from offbeat.api import Result, export, load, resume, train
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
@@ -42,8 +42,10 @@ _HOME = {
     "accuracy": "recipes.base",
     "constant": "optim",
     "cosine": "optim",
+    "export": "api",
     "load": "api",
     "load_dataset": "data.datasets",
+    "resume": "api",
     "step_decay": "optim",
     "train": "api",
 }
@@ -65,8 +67,10 @@ __all__ = [
     "accuracy",
     "constant",
     "cosine",
+    "export",
     "load",
     "load_dataset",
+    "resume",
     "step_decay",
     "train",
 ]

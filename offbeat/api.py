@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from offbeat.checkpoint import newest_checkpoint, write_weights
-from offbeat.config import TrainConfig, make_config
+from offbeat.config import TrainConfig, make_config, not_overruled
 from offbeat.control import Control
 from offbeat.engines.inproc import InprocEngine
 from offbeat.engines.local import LocalEngine
@@ -110,10 +110,11 @@ def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
     return train_config(make_config({"recipe": name or "custom"}, options), recipe)
 
 
-def resume(run_dir: str | Path, **options: Any) -> Result:
+def resume(run_dir: str | Path, recipe: Recipe | None = None, **options: Any) -> Result:
     """Go on with the run in `run_dir` from its newest valid checkpoint; `options` that are given
-    replace those it was started with."""
-    return resume_config(Path(run_dir), options)
+    replace those it was started with. `recipe`: the same one, where it has no name to be found by.
+    """
+    return resume_config(Path(run_dir), options, recipe)
 
 
 def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
@@ -131,14 +132,8 @@ def resume_config(
 ) -> Result:
     folder = RunFolder(run_dir)
     before, _ = folder.read_config()
-    length = {"steps", "epochs"} & set(options)
-    kept = {
-        key: value
-        for key, value in before.to_json().items()
-        if value is not None and not (length and key in ("steps", "epochs"))
-    }
-    config = make_config(kept, options, {"run_dir": str(run_dir)})
-    _check_extras(config)
+    kept = {key: value for key, value in before.to_json().items() if value is not None}
+    config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
     os.close(folder.lock())  # somebody else's run is left alone
     checkpoint = newest_checkpoint(folder.checkpoints)
     began_s = time.monotonic() - summarise(folder)["total_time_s"]

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offbeat.config import (
-    DISCIPLINE_OPTIONS,
     ROLES,
     make_config,
+    not_overruled,
     options,
     read_config_file,
     yes_or_no,
@@ -94,21 +94,7 @@ def _read_config(known: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     """The options out of a configuration file, and those given as flags, which beat them."""
     given = {k: v for k, v in vars(known).items() if k in options()}
     from_file = read_config_file(known.config) if known.config else {}
-    outranked = _outranked(from_file, given)
-    return {k: v for k, v in from_file.items() if k not in outranked}, given
-
-
-def _outranked(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Options of the file that a flag overrules although it has another name."""
-    outranked = set()
-    if "steps" in given or "epochs" in given:
-        outranked |= {"steps", "epochs"}
-    name, colon, _ = given.get("discipline", "").partition(":")
-    if name and name != str(from_file.get("discipline", "")).partition(":")[0]:
-        outranked |= set(DISCIPLINE_OPTIONS)
-    if colon:
-        outranked.add("staleness")
-    return outranked
+    return not_overruled(from_file, given), given
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -216,6 +216,19 @@ def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**merged).validated()
 
 
+def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `before` still holds beside what is `given`, also where that has another name."""
+    overruled = set(given)
+    if "steps" in given or "epochs" in given:
+        overruled |= {"steps", "epochs"}
+    name, colon, _ = str(given.get("discipline", "")).partition(":")
+    if name and name != str(before.get("discipline", "")).partition(":")[0]:
+        overruled |= set(DISCIPLINE_OPTIONS)
+    if colon:
+        overruled.add("staleness")
+    return {key: value for key, value in before.items() if key not in overruled}
+
+
 def read_config_file(path: str | Path) -> dict[str, Any]:
     """The options in a TOML or JSON file; a run's own config.json will do."""
     path = Path(path)

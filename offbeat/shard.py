@@ -129,7 +129,7 @@ class Shard:
         self._tickets = itertools.count(1)  # its __next__ is atomic in CPython, without a lock
 
     def load(self, state: ShardState) -> None:
-        """Go on from `state`; before the first updater is made. Copies what it takes."""
+        """Go on from `state`, which is the shard's from now on. Before there is any updater."""
         assert not self.updaters, "a shard is loaded before it is used"
         tensors = state.tensors
         self.params.copy_(tensors["params"])
@@ -139,7 +139,7 @@ class Shard:
             if name in tensors:
                 buffer.copy_(tensors[name])
         self._optimizer_state = {
-            key.removeprefix("optimizer."): value.clone()
+            key.removeprefix("optimizer."): value
             for key, value in tensors.items()
             if key.startswith("optimizer.")
         }
@@ -161,6 +161,7 @@ class Shard:
         """An optimizer over this shard. `shared`: one of several, on one state, in different
         threads."""
         updater = Updater(self, shared=shared, state=self._optimizer_state)
+        self._optimizer_state = {}  # the first updater has it now
         self.updaters.append(updater)
         return updater
 
@@ -239,7 +240,7 @@ class Updater:
         self._sum: Tensor | None = None
         if shared and not self.stateless:
             self._share_state()
-        if state and not (shared and shard.updaters):
+        if state:
             self._restore(state)
 
     def apply(self, gradients: Sequence[Gradient]) -> int:

@@ -23,8 +23,8 @@ _LENGTH_BYTES = 8
 
 
 def share(sources: Mapping[str, Source | None]) -> int:
-    """Copy those sources that consist of tensors into shared memory; the caller owns the
-    descriptor."""
+    """Move those sources that consist of tensors into shared memory: from now on that is where they
+    live, also for this process. The caller owns the descriptor."""
     described: dict[str, Any] = {}
     tensors: list[tuple[int, Tensor]] = []
     offset = 0
@@ -46,6 +46,10 @@ def share(sources: Mapping[str, Source | None]) -> int:
     for place, tensor in tensors:
         flat = view(buffer, tensor.dtype, tensor.numel(), start + place)
         flat.copy_(tensor.reshape(-1))
+    for name, source in open_shared(descriptor).items():
+        mine = sources[name]
+        assert isinstance(mine, Tensors) and isinstance(source, Tensors)
+        mine.tensors = source.tensors
     return descriptor
 
 

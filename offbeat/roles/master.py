@@ -164,6 +164,7 @@ class Master:
         else:
             self._last_versions = [status.version for status in statuses]
         self._watch(statuses)
+        self._initial = []  # there is a checkpoint from now on
         self.opened.set()
 
     def _keep_books(self) -> str:

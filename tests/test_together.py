@@ -1,0 +1,102 @@
+"""All of it together, as processes: every discipline with one, two and three servers and one, two
+and four workers learns the built-in data as well as one process does, at the staleness that the
+discipline promises. And a hundred runs, one after the other."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import LocalRun, leftovers
+
+import offbeat
+from offbeat.config import DISCIPLINES
+
+EPOCHS = 10
+BATCH = 50
+NOISE = 0.03
+"""Between two runs of 10 epochs, in test accuracy: three standard deviations of the difference."""
+
+CELLS = list(itertools.product(DISCIPLINES, (1, 2, 3), (1, 2, 4)))
+REPRESENTATIVE = [("sync", 2, 2), ("lock-free", 1, 4)]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """What one worker in one process reaches, without any engine or staleness."""
+    folder = tmp_path_factory.mktemp("one")
+    found = []
+    for seed in range(2):
+        result = offbeat.train(
+            run_dir=folder / str(seed),
+            engine="inproc",
+            workers=1,
+            threads=1,
+            epochs=EPOCHS,
+            eval_every=0,
+            seed=seed,
+            quiet=True,
+        )
+        assert result.test_accuracy is not None
+        found.append(result.test_accuracy)
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize(
+    ("discipline", "servers", "workers"),
+    [
+        pytest.param(*cell, marks=() if cell in REPRESENTATIVE else pytest.mark.slow)
+        for cell in CELLS
+    ],
+)
+def test_every_combination_learns_as_well_as_one_process(
+    run_dir: Path, one_process: float, discipline: str, servers: int, workers: int
+) -> None:
+    result = offbeat.train(
+        run_dir=run_dir,
+        discipline=discipline,
+        servers=servers,
+        workers=workers,
+        threads=1,
+        epochs=EPOCHS,
+        # a round of sync is one step on the joint batch, so that one has to be as large as theirs
+        batch_size=BATCH // workers if discipline == "sync" else BATCH,
+        eval_every=0,
+        seed=1,
+        quiet=True,
+    )
+    assert result.test_accuracy is not None
+    assert result.test_accuracy > one_process - NOISE
+    staleness = result.staleness
+    match discipline:
+        case "sync":
+            assert staleness.max == 0
+        case "apply-reply":
+            assert abs(staleness.mean - (workers - 1)) < 0.5
+        case "bounded":
+            assert staleness.max <= (workers - 1) * 3, "(W-1)(2s+1) with s = 1"
+        case _:
+            assert workers - 1 - 0.2 <= staleness.mean <= workers + 1
+    summary = result.summary
+    assert summary["lost_updates"] == summary["restarts"] == 0
+    if discipline != "sync":
+        assert summary["updates"] == summary["gradients"]
+
+
+@pytest.mark.slow
+def test_a_hundred_runs_one_after_the_other_leave_nothing_behind(tmp_path: Path) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(100):
+        run_dir = tmp_path / str(number)
+        done = subprocess.run(
+            [sys.executable, "-m", "offbeat", "train", "--steps", "20", "--run-dir", str(run_dir)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"run {number}: {done.stdout}{done.stderr}"
+        run = LocalRun.__new__(LocalRun)
+        run.run_dir = run_dir
+        assert leftovers(run) == [], f"run {number}"
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
