@@ -134,6 +134,7 @@ def resume_config(
     before, _ = folder.read_config()
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
+    _check_extras(config)
     os.close(folder.lock())  # somebody else's run is left alone
     checkpoint = newest_checkpoint(folder.checkpoints)
     began_s = time.monotonic() - summarise(folder)["total_time_s"]
