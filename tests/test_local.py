@@ -110,7 +110,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     began = time.monotonic()
     run.process.send_signal(number)
     assert run.wait() == 130, run.text()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10, "5 s where nobody else wants the cores"
     assert leftovers(run) == []
     assert run.summary()["status"] == "interrupted"
     version = newest_checkpoint(run.run_dir / "checkpoints").version

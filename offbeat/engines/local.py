@@ -33,7 +33,7 @@ from offbeat.roles.evaluator import metric_name
 from offbeat.rundir import RunFolder, in_words
 
 REFRESH_S = 0.1
-STOP_TIMEOUT_S = 4.0
+STOP_TIMEOUT_S = 3.5
 """How long a run that is being stopped may take before what is left of it is killed."""
 KILL_TIMEOUT_S = 10.0
 NUM_LOG_LINES = 5
