@@ -25,6 +25,8 @@ from offbeat.errors import ModelError
 
 PROTOCOL = 1
 """Raised with every change of what travels between worker and server."""
+MOST_KNOWN = 4
+"""Sets of gradient slots whose layout is remembered; a worker has two, used in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,7 @@ class FlatModel:
         self.parameters = [by_name[spec.name] for spec in self.manifest.tensors]
         self.params = torch.empty(self.manifest.num_elements)
         self._views = [spec.view(self.params) for spec in self.manifest.tensors]
+        self._known_pieces: dict[tuple[int, ...], list[list[tuple[Tensor, int, int]]]] = {}
         with torch.no_grad():
             for view, parameter in zip(self._views, self.parameters, strict=True):
                 view.copy_(parameter)
@@ -224,25 +227,43 @@ class FlatModel:
         present = []
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        bounds = _bounds(slices)
-        for spec, parameter in zip(self.manifest.tensors, self.parameters, strict=True):
+        for spec, parameter, pieces in zip(
+            self.manifest.tensors, self.parameters, self._pieces(slices), strict=True
+        ):
             gradient = parameter.grad
-            parameter.grad = None
             present.append(gradient is not None)
-            flat = _flattened(gradient, spec) if gradient is not None else None
-            for target, (lo, hi) in zip(slices, bounds, strict=True):
-                start, end = max(lo, spec.offset), min(hi, spec.offset + spec.numel)
-                if start >= end:
-                    continue
-                piece = target[start - lo : end - lo]
-                if flat is None:
-                    piece.zero_()
-                else:
-                    targets.append(piece)
-                    sources.append(flat[start - spec.offset : end - spec.offset])
+            if gradient is None:
+                for target, _, _ in pieces:
+                    target.zero_()
+                continue
+            parameter.grad = None
+            flat = _flattened(gradient, spec)
+            for target, start, end in pieces:
+                targets.append(target)
+                sources.append(flat if end - start == spec.numel else flat[start:end])
         if targets:
             torch._foreach_copy_(targets, sources)
         return present
+
+    def _pieces(self, slices: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
+        """For each tensor, where its elements from start to end go. A connection's slots are the
+        same over and over again, so this is worked out once for each of them."""
+        key = tuple(piece.data_ptr() for piece in slices)
+        if key not in self._known_pieces:
+            if len(self._known_pieces) >= MOST_KNOWN:
+                self._known_pieces.clear()  # connections come and go
+            bounds = _bounds(slices)
+            found = []
+            for spec in self.manifest.tensors:
+                pieces = []
+                for target, (lo, hi) in zip(slices, bounds, strict=True):
+                    start, end = max(lo, spec.offset), min(hi, spec.offset + spec.numel)
+                    if start < end:
+                        inside = target[start - lo : end - lo]
+                        pieces.append((inside, start - spec.offset, end - spec.offset))
+                found.append(pieces)
+            self._known_pieces[key] = found
+        return self._known_pieces[key]
 
     def write_buffers(self, floats: Tensor, ints: Tensor) -> None:
         """Copy the module's buffers out."""

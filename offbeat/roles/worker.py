@@ -213,18 +213,14 @@ class Worker:
             replies = [self._await(shard) for shard in range(len(self._links))]
             versions = self._take_in(replies)
             self._account(batch, loss)
-            self._events.record(
-                "step",
-                worker=self.rank,
-                step=self.step,
-                epoch=epoch,
-                loss=loss,
-                examples=batch_length(batch),
-                outcome=_pooled(replies),
-                start_s=start_s,
-                compute_s=computed_s - start_s,
-                prepare_s=prepared_s - computed_s,
-                exchange_s=self._clock() - prepared_s,
+            # one of the two most frequent events, so it is not put together by json
+            self._events.record_line(
+                f'{{"kind": "step", "worker": {self.rank}, "step": {self.step}, "epoch": {epoch}, '
+                f'"loss": {loss!r}, "examples": {batch_length(batch)}, '
+                f'"outcome": "{_pooled(replies)}", "start_s": {start_s:.6f}, '
+                f'"compute_s": {computed_s - start_s:.6f}, '
+                f'"prepare_s": {prepared_s - computed_s:.6f}, '
+                f'"exchange_s": {self._clock() - prepared_s:.6f}}}'
             )
             self.step += 1
         return True
@@ -260,12 +256,13 @@ class Worker:
         """Send every shard its slice. An unusable gradient goes to none of them, or a shard without
         the bad element would take half of it."""
         slots = [link.gradient_slot for link in self._links]
-        mask = torch.tensor(
-            self.model.take_gradient([slot.values for slot in slots]), dtype=torch.uint8
-        )
+        present = self.model.take_gradient([slot.values for slot in slots])
         self.model.write_buffers(slots[0].floats, slots[0].ints)
         for slot in slots:
-            slot.mask.copy_(mask)
+            if all(present):
+                slot.mask.fill_(1)
+            else:
+                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
         void = not all(usable(slot.values) for slot in slots)
         for shard, (link, version) in enumerate(zip(self._links, versions, strict=True)):
             link.push(
