@@ -82,6 +82,7 @@ def test_a_run_is_as_many_processes_as_roles_and_ends_by_itself(start: Start) ->
     ]
 
 
+@pytest.mark.slow
 def test_sync_in_processes_gives_the_bits_of_threads(start: Start) -> None:
     flags = ("--discipline", "sync", "--workers", "3", "--servers", "2", "--epochs", "2")
     run = start(*flags, recipe="momentum")
@@ -99,7 +100,9 @@ def assert_same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 # -- stopping and going on -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     start: Start, number: signal.Signals
 ) -> None:
@@ -126,6 +129,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     assert run.summary()["updates"] == 1500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [("--servers", "3"), ("--workers", "3")])
 def test_a_run_goes_on_with_other_numbers_of_servers_and_workers(
     start: Start, change: tuple[str, str]
@@ -148,6 +152,7 @@ def test_a_run_goes_on_with_other_numbers_of_servers_and_workers(
     assert resumed.summary()["test_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_resuming_what_is_no_run_or_is_under_way_is_one_line(start: Start, tmp_path: Path) -> None:
     run = start("--steps", "100000")
     run.wait_for_steps(5)
@@ -179,6 +184,7 @@ def test_when_the_launcher_is_killed_everybody_leaves_and_the_run_can_go_on(star
     assert {sequence for _, sequence in applied.values()} == {3000}
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_disturb_each_other(start: Start) -> None:
     runs = [start("--steps", "1500", "--seed", str(k), run=f"r{k}") for k in range(2)]
     assert [run.wait() for run in runs] == [0, 0]
@@ -191,7 +197,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(start: Start) -> None:
 # -- deaths ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+@pytest.mark.parametrize("discipline", [pytest.param("sync", marks=pytest.mark.slow), "lock-free"])
 def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     start: Start, discipline: str
 ) -> None:
@@ -209,6 +215,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     assert run.summary()["lost_updates"] == 0
 
 
+@pytest.mark.slow
 def test_a_killed_master_is_replaced_and_the_books_are_kept(start: Start) -> None:
     run = start("--steps", "4000", "--eval-every", "500", "--servers", "2")
     run.wait_for_steps(200)
@@ -218,7 +225,10 @@ def test_a_killed_master_is_replaced_and_the_books_are_kept(start: Start) -> Non
     assert_every_gradient_counted_once(run, 2, 4000)
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@pytest.mark.parametrize(
+    "discipline",
+    ["sync", *(pytest.param(d, marks=pytest.mark.slow) for d in DISCIPLINES if d != "sync")],
+)
 def test_a_killed_server_gets_its_shard_back_and_the_loss_is_reported(
     start: Start, discipline: str
 ) -> None:
@@ -247,6 +257,7 @@ def test_a_killed_server_gets_its_shard_back_and_the_loss_is_reported(
     assert planned - unanswered <= final.shards[1].version + lost <= planned + unanswered
 
 
+@pytest.mark.slow
 def test_a_hung_worker_is_declared_gone_and_replaced(start: Start) -> None:
     run = start("--steps", "4000", "--discipline", "sync", "--worker-timeout", "1.5")
     run.wait_for_steps(100)
@@ -256,6 +267,7 @@ def test_a_hung_worker_is_declared_gone_and_replaced(start: Start) -> None:
     assert_every_gradient_counted_once(run, 2, 4000)
 
 
+@pytest.mark.slow
 def test_when_restarts_are_used_up_the_run_stops_and_says_why(start: Start) -> None:
     run = start("--steps", "1000000", "--max-restarts", "1")
     for count in (1, 2):
