@@ -35,6 +35,7 @@ def test_an_update_that_was_lost_on_the_way_is_noticed() -> None:
             pair.check()
 
 
+@pytest.mark.slow
 def test_training_is_compared_with_the_ceiling_and_ddp(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from processes import LocalRun, leftovers, wait_until_gone
 
 import offbeat
 from offbeat.checkpoint import list_checkpoints, newest_checkpoint
+from offbeat.cli import main
 from offbeat.config import DISCIPLINES
 
 Start = Callable[..., LocalRun]
@@ -107,9 +108,9 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     start: Start, number: signal.Signals
 ) -> None:
     """With batch norm, dropout, augmentation, Adam and a moving average, to the bit."""
-    flags = ("--discipline", "sync", "--servers", "2", "--steps", "1500", "--eval-every", "400")
+    flags = ("--discipline", "sync", "--servers", "2", "--steps", "800", "--eval-every", "300")
     run = start(*flags, recipe="dropout")
-    run.wait_for_steps(200)
+    run.wait_for_steps(100)
     began = time.monotonic()
     run.process.send_signal(number)
     assert run.wait() == 130, run.text()
@@ -117,7 +118,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     assert leftovers(run) == []
     assert run.summary()["status"] == "interrupted"
     version = newest_checkpoint(run.run_dir / "checkpoints").version
-    assert 200 <= version < 1500
+    assert 100 <= version < 800
     assert "offbeat train --resume" in run.text()
 
     whole = start(*flags, recipe="dropout", run="whole")
@@ -126,7 +127,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     assert_same(offbeat.load(run.run_dir), offbeat.load(whole.run_dir))
     assert_same(offbeat.load(run.run_dir, ema=True), offbeat.load(whole.run_dir, ema=True))
     assert run.summary()["test_accuracy"] == whole.summary()["test_accuracy"]
-    assert run.summary()["updates"] == 1500
+    assert run.summary()["updates"] == 800
 
 
 @pytest.mark.slow
@@ -169,7 +170,9 @@ def test_resuming_what_is_no_run_or_is_under_way_is_one_line(start: Start, tmp_p
     assert run.wait() == 130
 
 
-def test_when_the_launcher_is_killed_everybody_leaves_and_the_run_can_go_on(start: Start) -> None:
+def test_when_the_launcher_is_killed_everybody_leaves_and_a_checkpoint_is_kept(
+    start: Start,
+) -> None:
     run = start("--steps", "20000", "--servers", "2")
     run.wait_for_steps(100)
     run.process.kill()
@@ -178,10 +181,6 @@ def test_when_the_launcher_is_killed_everybody_leaves_and_the_run_can_go_on(star
     run.close()
     kept = newest_checkpoint(run.run_dir / "checkpoints")
     assert min(sequence for _, sequence in kept.applied().values()) >= 100, "the master kept it"
-    resumed = start("--resume", str(run.run_dir), "--steps", "3000")
-    assert resumed.wait() == 0, resumed.text()
-    applied = newest_checkpoint(run.run_dir / "checkpoints").applied()
-    assert {sequence for _, sequence in applied.values()} == {3000}
 
 
 @pytest.mark.slow
@@ -201,7 +200,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(start: Start) -> None:
 def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     start: Start, discipline: str
 ) -> None:
-    run = start("--steps", "4000", "--workers", "3", "--discipline", discipline)
+    run = start("--steps", "2500", "--workers", "3", "--discipline", discipline)
     run.wait_for_steps(100, 0, 1, 2)
     before = run.num_steps(0)
     run.kill("worker --index 1")
@@ -210,7 +209,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     assert "worker 1 was killed by SIGKILL: starting it again (1 of 3)" in run.text()
     assert "process" in run.text(), "its last words are shown"
     assert {push["incarnation"] for push in run.events("push") if push["worker"] == 1} == {0, 1}
-    assert_every_gradient_counted_once(run, 3, 4000)
+    assert_every_gradient_counted_once(run, 3, 2500)
     assert run.summary()["restarts"] == 1
     assert run.summary()["lost_updates"] == 0
 
@@ -299,9 +298,9 @@ def test_export_writes_what_load_gives(start: Start, tmp_path: Path) -> None:
 
     run = start("--steps", "50", "--engine", "inproc", recipe="momentum")
     assert run.wait() == 0
-    for flags, ema in (((), False), (("--ema",), True)):
+    for flags, ema in (([], False), (["--ema"], True)):
         target = tmp_path / "model.safetensors"
-        command = [sys.executable, "-m", "offbeat", "export", str(run.run_dir), str(target)]
-        subprocess.run([*command, *flags], check=True, timeout=60, capture_output=True)
+        assert main(["export", str(run.run_dir), str(target), *flags]) == 0
         assert_same(load_file(target), offbeat.load(run.run_dir, ema=ema))
+    assert main(["export", str(run.run_dir), str(tmp_path / "no" / "file")]) == 1
     assert json.loads((run.run_dir / "config.json").read_text())["config"]["engine"] == "inproc"

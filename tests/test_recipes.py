@@ -77,7 +77,12 @@ def test_mnist_sigmoid_is_the_seeds_network(tmp_path: Path) -> None:
 def test_mnist_sigmoid_runs_from_its_name(tmp_path: Path) -> None:
     write_fake_mnist(tmp_path / "mnist", num_train=5_200)
     result = offbeat.train(
-        "mnist-sigmoid", data_dir=tmp_path, run_dir=tmp_path / "run", quiet=True, workers=2
+        "mnist-sigmoid",
+        data_dir=tmp_path,
+        run_dir=tmp_path / "run",
+        quiet=True,
+        workers=2,
+        engine="inproc",
     )
     assert result.summary["gradients"] == 20 * 2
     assert result.summary["recipe"] == "mnist-sigmoid"
