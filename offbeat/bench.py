@@ -159,7 +159,6 @@ class _Pair:
         """As in roles/worker.py."""
         link, slot = self._link, self._link.gradient_slot
         slot.values.copy_(self._gradient)
-        slot.mask.fill_(1)
         link.push(Header(0, 0, self._num_done + 1, self._num_done, self._num_done))
         if link.wait_reply(TIMEOUT_S) is None:
             raise RunError(f"no reply within {TIMEOUT_S:g} s")

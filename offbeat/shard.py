@@ -150,12 +150,18 @@ class Shard:
     @property
     def version(self) -> int:
         """How many updates are in, all of them whole."""
-        return self._first_version + sum(updater.num_finished for updater in self.updaters)
+        version = self._first_version
+        for updater in self.updaters:
+            version += updater.num_finished
+        return version
 
     @property
     def version_begun(self) -> int:
         """How many updates are in or half-way in; the same as `version` where a lock is held."""
-        return self._first_version + sum(updater.num_begun for updater in self.updaters)
+        version = self._first_version
+        for updater in self.updaters:
+            version += updater.num_begun
+        return version
 
     def make_updater(self, *, shared: bool = False) -> "Updater":
         """An optimizer over this shard. `shared`: one of several, on one state, in different
@@ -281,6 +287,9 @@ class Updater:
         scale = self.shard.schedule(version - 1, self.shard.total_updates)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * scale
+        if self.stateless and mask is None and len(self.aliases) == 1:  # the most common case
+            self.shard.params.add_(values, alpha=-self.optimizer.param_groups[0]["lr"])
+            return
         present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
         if self.stateless:
             groups = dict(zip(self._group_indices, self.optimizer.param_groups, strict=True))

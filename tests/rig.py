@@ -84,7 +84,7 @@ class Hand:
         if mask is not None:
             slot.mask.copy_(torch.tensor(mask, dtype=torch.uint8))
         given: dict[str, Any] = {"sequence": self.sequence, "incarnation": self.incarnation}
-        given |= {"epoch": self.link.welcome.epoch, **header}
+        given |= {"epoch": self.link.welcome.epoch, "masked": mask is not None, **header}
         self.link.push(Header(self.worker, base_version=self.version, batch=self.sequence, **given))
 
     def reply(self, timeout_s: float = TIMEOUT_S) -> Header:

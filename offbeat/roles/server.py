@@ -49,6 +49,8 @@ HELLO_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 """How long a closing server waits for each of its threads; they look up every POLL_S."""
 WORKER_TIMEOUT_S = 30.0
+LARGE = 500_000
+"""Elements from which on gradients are looked at outside of the shard's lock."""
 
 
 @dataclass(eq=False, slots=True)
@@ -130,6 +132,9 @@ class Server:
         self._lock: contextlib.AbstractContextManager[Any] = (
             self._mutex if discipline.locked else contextlib.nullcontext()
         )
+        # Looking at a large gradient takes so long that others should not have to wait for it; at
+        # a small one, threads that take turns at the interpreter's lock cost more than they gain.
+        self._is_large = shard.params.numel() >= LARGE
         self._membership = threading.Condition()
         self._sessions: dict[int, _Session] = {}
         self._finished: set[int] = set()
@@ -370,8 +375,11 @@ class Server:
 
     def _handle(self, session: _Session, header: Header) -> None:
         """Follow a gradient: decide, apply and reply in the discipline's order, then record it."""
-        self._begin(session, header)
+        if self._is_large:
+            self._begin(session, header)
         with self._lock:
+            if not self._is_large:
+                self._begin(session, header)
             first, *rest = _beats(self._decide(session))
             self._carry_out(first)
         self._send_reply(session)
@@ -391,7 +399,7 @@ class Server:
             session.gradient = None
             session.fate.outcome = REJECTED
         else:
-            mask = None if bool(slot.mask.all()) else slot.mask.tolist()
+            mask = slot.mask.tolist() if header.masked else None
             session.gradient = Gradient(slot.values, mask, slot.floats, slot.ints)
 
     def _decide(self, session: _Session) -> list[Action]:

@@ -258,10 +258,9 @@ class Worker:
         slots = [link.gradient_slot for link in self._links]
         present = self.model.take_gradient([slot.values for slot in slots])
         self.model.write_buffers(slots[0].floats, slots[0].ints)
-        for slot in slots:
-            if all(present):
-                slot.mask.fill_(1)
-            else:
+        masked = not all(present)
+        if masked:
+            for slot in slots:
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
         void = not all(usable(slot.values) for slot in slots)
         for shard, (link, version) in enumerate(zip(self._links, versions, strict=True)):
@@ -275,6 +274,7 @@ class Worker:
                     void=void,
                     epoch=link.welcome.epoch,
                     shard=shard,
+                    masked=masked,
                 )
             )
 

@@ -63,6 +63,8 @@ class Header:
     epoch: int = 0
     """How often the server was started again; both sides refuse what belongs to another one."""
     shard: int = 0
+    masked: bool = False
+    """Some tensors got no gradient: the slot's mask says which."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,8 +164,7 @@ class SocketServerEnd(ServerEnd):
         self._let_go()
 
     def receive(self, timeout_s: float) -> Header | None:
-        deadline_s = time.monotonic() + timeout_s
-        while (frame := self._connection.receive(deadline_s - time.monotonic())) is not None:
+        while (frame := self._connection.receive(timeout_s)) is not None:
             self.heard_s = time.monotonic()
             if frame.type != BEAT:
                 break

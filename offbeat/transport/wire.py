@@ -37,6 +37,7 @@ WAKE_S = 0.2
 
 _FLAG = 1
 """In a push: void. In a goodbye: finished, or over."""
+_MASKED = 2
 _NO_HEADER = Header(0, 0, 0, 0, 0)
 _STATUS_NUMBERS = {status: number for number, status in enumerate(STATUSES)}
 
@@ -92,6 +93,7 @@ class Frame:
             applied_sequence,
             epoch,
             shard,
+            bool(flags & _MASKED),
         )
 
 
@@ -101,7 +103,7 @@ def pack(kind: int, header: Header = _NO_HEADER, length: int = 0, *, flag: bool 
         PROTOCOL,
         kind,
         _STATUS_NUMBERS[header.status],
-        _FLAG if flag or header.void else 0,
+        (_FLAG if flag or header.void else 0) | (_MASKED if header.masked else 0),
         header.shard,
         header.worker,
         header.incarnation,
@@ -193,13 +195,14 @@ class Connection:
         """The next frame's header, or None when about `timeout_s` have passed. Its body must be
         read before the next one."""
         with self._reading:
-            deadline_s = time.monotonic() + timeout_s
-            while self._num_read < FORMAT.size:
-                target = memoryview(self._head)[self._num_read :]
-                count = self._read_some(target)
-                self._num_read += count
-                if not count and time.monotonic() >= deadline_s:
-                    return None
+            if not self._num_read:  # nearly always a header comes whole, and at once
+                self._num_read = self._read_some(self._head)
+            if self._num_read < FORMAT.size:
+                deadline_s = time.monotonic() + timeout_s - WAKE_S
+                while self._num_read < FORMAT.size:
+                    if time.monotonic() >= deadline_s and not self._num_read:
+                        return None
+                    self._num_read += self._read_some(memoryview(self._head)[self._num_read :])
             self._num_read = 0
             return Frame(self._head)
 
@@ -257,7 +260,7 @@ class Connection:
             self._num_read = 0
             return Frame(self._head), descriptor
 
-    def _read_some(self, target: memoryview) -> int:
+    def _read_some(self, target: memoryview | bytearray) -> int:
         """Read what is there; 0 when nothing came for a while."""
         try:
             count = self._socket.recv_into(target)
