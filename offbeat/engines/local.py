@@ -276,8 +276,9 @@ class LocalEngine:
         elif code != 0 and not self._is_over():
             self._died(process, code)
         if process.role == "master" and self._deadline_s is not None:
+            scores_last = self.folder.state.exists()
             for other in self.processes:
-                if other.role != "evaluator":
+                if other.role != "evaluator" or not scores_last:
                     self._tell_to_stop(other)
 
     def _is_over(self) -> bool:

@@ -146,7 +146,13 @@ class Master:
         try:
             self._open()
             outcome = self._keep_books()
-            self._commit_last(outcome)
+            try:
+                self._commit_last(outcome)
+            except ConnectionClosedError as error:  # one died at the last moment: once more
+                self.log.warning("%s; looking for the servers again", error)
+                for server in self._servers:
+                    self._status_of(server)
+                self._commit_last(outcome)
             self._folder.write_state(outcome, self._newest_name())
             for server in self._servers:
                 self._let_go(server, outcome)
@@ -178,7 +184,10 @@ class Master:
             self._watch(statuses)
             if len(self._finished) >= self.job.config.workers:
                 return "finished"
-            self._look_for_snapshots(statuses)
+            try:
+                self._look_for_snapshots(statuses)
+            except ConnectionClosedError:  # the next look at its status brings that server back
+                self._wanted = None
         return "interrupted"
 
     def _look_for_snapshots(self, statuses: Sequence[Status]) -> None:
@@ -186,7 +195,8 @@ class Master:
             newest = max(status.version for status in statuses)
             self._wanted = self._next_due(newest + self._ahead)
             if self._wanted is not None:
-                self._each(lambda server: server.want(self._wanted or 0))
+                for server in self._servers:
+                    server.want(self._wanted)
         elif all(status.ready for status in statuses):
             snapshots = [server.take() for server in self._servers]
             self._wanted = None
@@ -251,13 +261,6 @@ class Master:
         starts = self.job.starts(checkpoint)
         self.log.info("server %d gets version %d back", index, state.version)
         return state if starts is None else dataclasses.replace(state, applied=starts)
-
-    def _each(self, ask: Callable[[RemoteServer], None]) -> None:
-        for server in self._servers:
-            try:
-                ask(server)
-            except ConnectionClosedError:  # the next look at its status brings it back
-                self._wanted = None
 
     def _snapshots_now(self) -> list[ShardState]:
         snapshots = self._snapshots_at(0, time.monotonic() + CALL_TIMEOUT_S)
