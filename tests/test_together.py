@@ -13,15 +13,15 @@ from processes import LocalRun, leftovers
 import offbeat
 from offbeat.config import DISCIPLINES
 
-EPOCHS = 8
+EPOCHS = 12
 BATCH = 50
 LR = 0.05
 """Below the recipe's: in so short a run the warm-up is short too, and a staleness of 4 diverged."""
 NOISE = 0.03
-"""In test accuracy. Seeds differ by 0.01; so early on, stale gradients are behind by 0.02."""
+"""In test accuracy. Seeds differ by 0.01; so early on, a staleness of 4 is behind by 0.02."""
 
 CELLS = list(itertools.product(DISCIPLINES, (1, 2, 3), (1, 2, 4)))
-REPRESENTATIVE = [("bounded", 2, 2), ("lock-free", 1, 4)]
+REPRESENTATIVE = [("lock-free", 2, 2)]
 
 
 @pytest.fixture(scope="module")
