@@ -124,7 +124,9 @@ def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
     recipe = recipe or load_recipe(config.recipe)
     job = make_job(config, recipe)
     replicas = _make_replicas(job)
-    return _run(job, replicas, create_run_folder(job.config), began_s, incarnation=0)
+    folder = create_run_folder(job.config)
+    with folder.locked() as lock:
+        return _run(job, replicas, folder, began_s, lock=lock, incarnation=0)
 
 
 def resume_config(
@@ -135,14 +137,14 @@ def resume_config(
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
     _check_extras(config)
-    os.close(folder.lock())  # somebody else's run is left alone
-    checkpoint = newest_checkpoint(folder.checkpoints)
-    began_s = time.monotonic() - summarise(folder)["total_time_s"]
-    job = make_job(config, recipe or load_recipe(config.recipe), checkpoint)
-    replicas = _make_replicas(job)
-    folder.state.unlink(missing_ok=True)
-    incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
-    return _run(job, replicas, folder, began_s, incarnation=incarnation)
+    with folder.locked() as lock:
+        checkpoint = newest_checkpoint(folder.checkpoints)
+        began_s = time.monotonic() - summarise(folder)["total_time_s"]
+        job = make_job(config, recipe or load_recipe(config.recipe), checkpoint)
+        replicas = _make_replicas(job)
+        folder.state.unlink(missing_ok=True)
+        incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
+        return _run(job, replicas, folder, began_s, lock=lock, incarnation=incarnation)
 
 
 def _make_replicas(job: Job) -> list[FlatModel]:
@@ -154,30 +156,31 @@ def _make_replicas(job: Job) -> list[FlatModel]:
 
 
 def _run(
-    job: Job, replicas: list[FlatModel], folder: RunFolder, began_s: float, *, incarnation: int
+    job: Job,
+    replicas: list[FlatModel],
+    folder: RunFolder,
+    began_s: float,
+    *,
+    lock: int,
+    incarnation: int,
 ) -> Result:
     config, recipe = job.config, job.recipe
     more = {"metric": metric_name(recipe), "job": dataclasses.asdict(job.facts)}
     folder.write_json(folder.config, describe_run(config, **more))
     steps = [job.num_steps(rank) for rank in range(config.workers)]
     total = None if None in steps else sum(n for n in steps if n is not None)
-    lock = folder.lock()
+    display = make_display(_title(job, folder), total, quiet=config.quiet)
+    engine: InprocEngine | LocalEngine
+    if config.engine == "inproc":
+        clock = lambda: time.monotonic() - began_s  # noqa: E731
+        engine = InprocEngine(job, replicas, folder, display, clock, incarnation=incarnation)
+    else:
+        engine = LocalEngine(job, folder, display, began_s, lock=lock, incarnation=incarnation)
     try:
-        display = make_display(_title(job, folder), total, quiet=config.quiet)
-        engine: InprocEngine | LocalEngine
-        if config.engine == "inproc":
-            clock = lambda: time.monotonic() - began_s  # noqa: E731
-            engine = InprocEngine(job, replicas, folder, display, clock, incarnation=incarnation)
-        else:
-            engine = LocalEngine(job, folder, display, began_s, lock=lock, incarnation=incarnation)
-        del job, replicas
-        try:
-            engine.run()
-        finally:
-            summary = summarise(folder)
-            folder.write_json(folder.summary, summary)
+        engine.run()
     finally:
-        os.close(lock)
+        summary = summarise(folder)
+        folder.write_json(folder.summary, summary)
     return Result(folder.path, summary)
 
 

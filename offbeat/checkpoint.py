@@ -57,8 +57,9 @@ class Checkpoint:
         num_elements = self.manifest.num_elements
         old = partition(num_elements, len(self.shards))
         whole = {
-            key: torch.cat([shard.tensors[key] for shard in self.shards])
-            for key in self._keys_over_elements()
+            key: torch.cat([_over_elements(shard, key) for shard in self.shards])
+            for key in {key for shard in self.shards for key in shard.tensors}
+            if key not in ("floats", "ints", _STEP)
         }
         steps = self._steps_by_tensor(old)
         shards = []
@@ -86,16 +87,6 @@ class Checkpoint:
                 last[worker] = max(at, last.get(worker, at))
         return last
 
-    def _keys_over_elements(self) -> list[str]:
-        """What has a number for each parameter in every shard; an optimizer that was stepped in
-        some shards only has zeros elsewhere, which is what it would begin with."""
-        keys = {key for shard in self.shards for key in shard.tensors}
-        for shard in self.shards:
-            for key in keys - set(shard.tensors):
-                if key.startswith("optimizer.") and key != _STEP:
-                    shard.tensors[key] = torch.zeros_like(shard.tensors["params"])
-        return sorted(keys - {"floats", "ints", _STEP})
-
     def _steps_by_tensor(self, slices: list[tuple[int, int]]) -> Tensor | None:
         """How often each tensor was stepped; of one that lies in several shards the most."""
         if not any(_STEP in shard.tensors for shard in self.shards):
@@ -109,6 +100,12 @@ class Checkpoint:
 
 
 _STEP = "optimizer.step"
+
+
+def _over_elements(shard: ShardState, key: str) -> Tensor:
+    """A number for each parameter; an optimizer that was not stepped yet in this shard has zeros,
+    which is what it would begin with."""
+    return shard.tensors.get(key, torch.zeros_like(shard.tensors["params"]))
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:

@@ -4,6 +4,7 @@ RUN/config.json  RUN/logs/  RUN/events/  RUN/checkpoints/  RUN/summary.json
 RUN/tensorboard/
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +81,19 @@ class RunFolder:
         log = self.logs / f"{role}.log"
         return RoleError(f"{in_words(role)} failed{when}: {line}; the traceback is in {log}")
 
-    def lock(self) -> int:
-        """Take the folder for this run, until the descriptor and its copies in other processes are
-        closed; a RunDirError where another run has it."""
-        descriptor = os.open(self.config, os.O_RDONLY | os.O_CLOEXEC)
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Take the folder for one run, until this block has ended and the copies of its descriptor
+        in other processes are closed; a RunDirError where another run has it."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunDirError(f"{self.path} is in use: its run has not ended yet") from error
+            yield descriptor
+        finally:
             os.close(descriptor)
-            raise RunDirError(f"{self.path} is in use: its run has not ended yet") from error
-        return descriptor
 
 
 def in_words(role: str) -> str:

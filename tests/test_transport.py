@@ -377,6 +377,17 @@ def test_what_is_no_hello_is_refused_without_any_memory(door: SocketListener, ra
     stranger.close()
 
 
+def test_half_a_hello_is_not_waited_for_for_ever(door: SocketListener) -> None:
+    stranger = dial(door)
+    end = door.accept(T)
+    assert end is not None
+    stranger.sendall(pack(HELLO_FRAME)[:30])
+    with pytest.raises(ConnectionClosedError, match="no hello within"):
+        end.read_hello(0.3)
+    end.close()
+    stranger.close()
+
+
 @pytest.mark.parametrize(
     "raw",
     [

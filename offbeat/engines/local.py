@@ -321,9 +321,7 @@ class LocalEngine:
             *self._last_words(process),
         )
         assert self._books is not None
-        self._books.record(
-            "restart", role=process.role, index=process.index, reason=how, heard_s=process.heard_s
-        )
+        self._books.record("restart", role=process.role, index=process.index, reason=how)
         for key in ("steps", "examples"):
             process.before[key] = process.total(key)
         process.status = {}

@@ -44,7 +44,6 @@ checkpoint and tells them that the run is over."""
 class _Means:
     """What every role works with."""
 
-    name: str
     job: Job
     folder: RunFolder
     cluster: Cluster
@@ -71,7 +70,7 @@ def run_role(config: TrainConfig, role: str, index: int, control: Control | None
     try:
         job = _make_job(config, role, folder)
         cluster = Cluster.read(folder)
-        means = _Means(name=name, job=job, folder=folder, cluster=cluster, control=control, log=log)
+        means = _Means(job=job, folder=folder, cluster=cluster, control=control, log=log)
         log.info("process %d is %s", os.getpid(), name)
         _BODIES[role](means, index)
     except BaseException as error:

@@ -286,9 +286,7 @@ class Server:
                 )
             case _:
                 end.refuse("that is no hello")
-        self._log.warning(
-            "refused somebody: %s", in_a_line(ConnectionClosedError(str(hello)[:200]))
-        )
+        self._log.warning("refused somebody: %.200s", hello)
         return False
 
     def _serve_worker(self, end: ServerEnd, worker: int, incarnation: int) -> None:

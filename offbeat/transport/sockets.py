@@ -157,11 +157,12 @@ class SocketServerEnd(ServerEnd):
             else:
                 frame = pack(WELCOME, header)
                 self._connection.send(frame, descriptors=[self._descriptor])
-        self._let_go()
+        if self._descriptor is not None:  # the mapping is enough from now on
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def refuse(self, reason: str) -> None:
         self._connection.close(*json_frame(REFUSE, {"reason": reason}))
-        self._let_go()
 
     def receive(self, timeout_s: float) -> Header | None:
         while (frame := self._connection.receive(timeout_s)) is not None:
@@ -195,7 +196,6 @@ class SocketServerEnd(ServerEnd):
     def close(self, reason: str = "", *, over: bool = False) -> None:
         message = {"reason": reason or "the server left", "over": over}
         self._connection.close(*json_frame(GOODBYE, message))
-        self._let_go()
 
     def answer_calls(self, answer: Answer, timeout_s: float) -> None:
         frame = self._connection.receive(timeout_s)
@@ -213,12 +213,6 @@ class SocketServerEnd(ServerEnd):
                 self._descriptor = make_memory(_Slots.num_bytes(self._layout))
                 self._slots = _Slots.shared(self._layout, self._descriptor)
         return self._slots
-
-    def _let_go(self) -> None:
-        """The mapping is enough from now on."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 class SocketCallEnd(CallEnd):

@@ -13,7 +13,6 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,12 +194,12 @@ class Connection:
         """The next frame's header, or None when about `timeout_s` have passed. Its body must be
         read before the next one."""
         with self._reading:
-            if not self._num_read:  # nearly always a header comes whole, and at once
-                self._num_read = self._read_some(self._head)
+            # nearly always a header comes whole, and at once
+            self._num_read += self._read_some(memoryview(self._head)[self._num_read :])
             if self._num_read < FORMAT.size:
                 deadline_s = time.monotonic() + timeout_s - WAKE_S
                 while self._num_read < FORMAT.size:
-                    if time.monotonic() >= deadline_s and not self._num_read:
+                    if time.monotonic() >= deadline_s:
                         return None
                     self._num_read += self._read_some(memoryview(self._head)[self._num_read :])
             self._num_read = 0
@@ -260,7 +259,7 @@ class Connection:
             self._num_read = 0
             return Frame(self._head), descriptor
 
-    def _read_some(self, target: memoryview | bytearray) -> int:
+    def _read_some(self, target: memoryview) -> int:
         """Read what is there; 0 when nothing came for a while."""
         try:
             count = self._socket.recv_into(target)
@@ -346,9 +345,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def json_frame(
-    kind: int, message: Mapping[str, Any], header: Header = _NO_HEADER
-) -> tuple[bytes, bytes]:
+def json_frame(kind: int, message: Message) -> tuple[bytes, bytes]:
     """Header and body of a frame that holds JSON."""
     raw = json.dumps(message).encode()
-    return pack(kind, header, len(raw)), raw
+    return pack(kind, length=len(raw)), raw
