@@ -23,7 +23,7 @@ import json
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,7 +33,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pending: deque[dict[str, Any] | str] = deque()
+        self._pending: deque[dict[str, Any] | tuple[Callable[..., str], tuple[Any, ...]]] = deque()
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._writing = threading.Lock()
 
@@ -51,9 +51,10 @@ class EventLog:
     def record(self, kind: str, **fields: Any) -> None:
         self._pending.append({"kind": kind, **fields})
 
-    def record_line(self, line: str) -> None:
-        """The same, for an event that is JSON already."""
-        self._pending.append(line)
+    def record_line(self, write: Callable[..., str], *values: Any) -> None:
+        """The same, for the most frequent events: `write` makes a line of JSON out of `values`, in
+        the thread that flushes."""
+        self._pending.append((write, values))
 
     def flush(self) -> None:
         """Write out what was recorded so far."""
@@ -62,8 +63,10 @@ class EventLog:
             while self._pending:
                 event = self._pending.popleft()
                 if isinstance(event, dict):
-                    event = json.dumps({k: _plain(k, v) for k, v in event.items()})
-                lines.append(event)
+                    lines.append(json.dumps({k: _plain(k, v) for k, v in event.items()}))
+                else:
+                    write, values = event
+                    lines.append(write(*values))
             if lines:
                 self._file.write("\n".join(lines) + "\n")
                 self._file.flush()

@@ -197,14 +197,17 @@ class FlatModel:
         put back.
         """
         moved = []
-        with torch.no_grad():
-            for spec, parameter, view in zip(
-                self.manifest.tensors, self.parameters, self._views, strict=True
-            ):
-                if spec.dtype != "float32" and parameter.dtype == getattr(torch, spec.dtype):
+        for spec, parameter, view in zip(
+            self.manifest.tensors, self.parameters, self._views, strict=True
+        ):
+            if parameter.data_ptr() == view.data_ptr() and parameter.dtype == view.dtype:
+                continue
+            dtype = getattr(torch, spec.dtype)
+            with torch.no_grad():
+                if spec.dtype != "float32" and parameter.dtype == dtype:
                     parameter.copy_(view)
-                elif parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
-                    parameter.data = view.to(getattr(torch, spec.dtype))
+                else:
+                    parameter.data = view.to(dtype)
                     moved.append(spec.name)
         return moved
 
@@ -267,17 +270,15 @@ class FlatModel:
 
     def write_buffers(self, floats: Tensor, ints: Tensor) -> None:
         """Copy the module's buffers out."""
-        with torch.no_grad():
-            for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
-                for spec in specs:
-                    spec.view(flat).copy_(self.module.get_buffer(spec.name))
+        for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
+            for spec in specs:
+                spec.view(flat).copy_(self.module.get_buffer(spec.name).detach())
 
     def read_buffers(self, floats: Tensor, ints: Tensor) -> None:
         """Copy buffers into the module."""
-        with torch.no_grad():
-            for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
-                for spec in specs:
-                    self.module.get_buffer(spec.name).copy_(spec.view(flat))
+        for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
+            for spec in specs:
+                self.module.get_buffer(spec.name).detach().copy_(spec.view(flat))
 
     def frozen(self) -> dict[str, Tensor]:
         """Copies of the parameters that do not train."""

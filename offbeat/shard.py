@@ -126,7 +126,9 @@ class Shard:
         self.updaters: list[Updater] = []
         self._first_version = 0
         self._optimizer_state: dict[str, Tensor] = {}
-        self._tickets = itertools.count(1)  # its __next__ is atomic in CPython, without a lock
+        self.tickets = itertools.count(1)
+        """The numbers of updates as they begin; its __next__ is atomic in CPython, without a
+        lock."""
 
     def load(self, state: ShardState) -> None:
         """Go on from `state`, which is the shard's from now on. Before there is any updater."""
@@ -144,7 +146,7 @@ class Shard:
             if key.startswith("optimizer.")
         }
         self._first_version = state.version
-        self._tickets = itertools.count(state.version + 1)
+        self.tickets = itertools.count(state.version + 1)
         self.applied = dict(state.applied)
 
     @property
@@ -215,10 +217,6 @@ class Shard:
             state.update({f"optimizer.{k}": v.clone() for k, v in self._optimizer_state.items()})
         return ShardState(version=version, tensors=state, applied=dict(self.applied))
 
-    def next_ticket(self) -> int:
-        """The number of an update that begins now."""
-        return next(self._tickets)
-
 
 class Updater:
     """One torch optimizer over a shard's storage; used by one thread at a time.
@@ -252,7 +250,7 @@ class Updater:
     def apply(self, gradients: Sequence[Gradient]) -> int:
         """One update out of these gradients; returns the version that it makes."""
         shard = self.shard
-        version = shard.next_ticket()
+        version = next(shard.tickets)
         self.num_begun += 1
         self._step(self._reduced(gradients), _joint_mask(gradients), version)
         if shard.ema is not None and shard.ema_decay is not None:
@@ -285,18 +283,18 @@ class Updater:
         if mask is not None and not self.split:
             self._split()
         scale = self.shard.schedule(version - 1, self.shard.total_updates)
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * scale
         if self.stateless and mask is None and len(self.aliases) == 1:  # the most common case
-            self.shard.params.add_(values, alpha=-self.optimizer.param_groups[0]["lr"])
+            self.shard.params.add_(values, alpha=-self._base_lrs[0] * scale)
             return
         present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
         if self.stateless:
-            groups = dict(zip(self._group_indices, self.optimizer.param_groups, strict=True))
+            lrs = dict(zip(self._group_indices, self._base_lrs, strict=True))
             for alias in present:
-                lr = groups[alias.segments[0].group]["lr"]
+                lr = lrs[alias.segments[0].group] * scale
                 alias.view.add_(values[alias.lo : alias.hi], alpha=-lr)
             return
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * scale
         for alias in self.aliases:
             alias.param.grad = None
         for alias in present:
@@ -316,6 +314,8 @@ class Updater:
 
     def _merge_buffers(self, gradients: Sequence[Gradient]) -> None:
         """Float buffers become the mean of what came, integer ones the largest seen."""
+        if not (self.shard.floats.numel() or self.shard.ints.numel()):
+            return
         floats = [g.floats for g in gradients if g.floats is not None]
         if floats and self.shard.floats.numel():
             self.shard.floats.copy_(
@@ -405,8 +405,10 @@ def _cut(value: Tensor, whole: _Alias, part: _Alias) -> Tensor:
 
 def _joint_mask(gradients: Sequence[Gradient]) -> list[bool] | None:
     """Which tensors got a gradient from somebody; None: all of them did."""
-    masks = [g.mask for g in gradients if g.mask is not None]
-    if len(masks) < len(gradients):
-        return None
+    masks = []
+    for gradient in gradients:
+        if gradient.mask is None:
+            return None
+        masks.append(gradient.mask)
     joint = [any(column) for column in zip(*masks, strict=True)]
     return None if all(joint) else joint

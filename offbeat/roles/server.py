@@ -92,8 +92,8 @@ class _Session:
     fate: _Fate
     gradient: Gradient | None = None
     """None: refused, because an element of it is no usable number."""
-    reply: Header | None = None
-    """Made, not yet sent."""
+    reply_is_made: bool = False
+    """But not yet sent."""
     awaits_reply: bool = False
 
 
@@ -378,13 +378,14 @@ class Server:
         with self._lock:
             if not self._is_large:
                 self._begin(session, header)
-            first, *rest = _beats(self._decide(session))
-            self._carry_out(first)
+            now, later = _cut(self._decide(session))
+            self._carry_out(now)
         self._send_reply(session)
-        for beat in rest:
+        if later:
             with self._lock:
-                self._carry_out(beat)
-        self._await_reply(session)
+                self._carry_out(later)
+        if session.awaits_reply:
+            self._await_reply(session)
         self._record(session)
 
     def _begin(self, session: _Session, header: Header) -> None:
@@ -412,13 +413,12 @@ class Server:
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            match action:
-                case Apply(pushes):
-                    self._apply([self._sessions[push.worker] for push in pushes])
-                case Reply(worker):
-                    self._make_reply(self._sessions[worker])
-                case Drop(push):
-                    self._sessions[push.worker].fate.outcome = DROPPED
+            if isinstance(action, Apply):
+                self._apply([self._sessions[push.worker] for push in action.pushes])
+            elif isinstance(action, Reply):
+                self._make_reply(self._sessions[action.worker])
+            elif isinstance(action, Drop):
+                self._sessions[action.push.worker].fate.outcome = DROPPED
 
     def _apply(self, sessions: Sequence[_Session]) -> None:
         """One update out of what these sessions pushed; a refused gradient takes no part in it."""
@@ -429,51 +429,48 @@ class Server:
         applied_s = self._clock()
         for session in sessions:
             if session.gradient is not None:
-                session.fate.outcome = APPLIED
-                session.fate.version = version
-                session.fate.staleness = version - 1 - session.push.base_version
-                session.fate.applied_s = applied_s
+                fate = session.fate
+                fate.outcome = APPLIED
+                fate.version = version
+                fate.staleness = version - 1 - session.push.base_version
+                fate.applied_s = applied_s
                 self.shard.applied[session.worker] = (session.incarnation, session.push.sequence)
-                self.recent_staleness.append(session.fate.staleness)
-        self._grant_wishes()
+                self.recent_staleness.append(fate.staleness)
+        if self._wishes:
+            self._grant_wishes()
 
     def _make_reply(self, session: _Session) -> None:
-        """Put the newest parameters into the session's slot; its own thread sends them."""
+        """Put the newest parameters into the session's slot, and what there is to say into its
+        push's header; its own thread sends them."""
         slot = session.end.reply_slot
-        version, session.fate.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
-        push = session.push
-        session.reply = Header(
-            session.worker,
-            session.incarnation,
-            push.sequence,
-            push.base_version,
-            push.batch,
-            reply_version=version,
-            status=session.fate.outcome,
-            applied_sequence=self.shard.applied.get(session.worker, (0, 0))[1],
-            epoch=self.epoch,
-            shard=self.index,
+        reply = session.push
+        reply.reply_version, session.fate.mixed = self.shard.read(
+            slot.values, slot.floats, slot.ints
         )
+        reply.status = session.fate.outcome
+        reply.applied_sequence = self.shard.applied.get(session.worker, (0, 0))[1]
+        reply.epoch = self.epoch
+        session.reply_is_made = True
         if session.reply_made is not None:
             session.reply_made.notify()
 
     def _send_reply(self, session: _Session) -> None:
         """Send the reply, if it is made; only ever called by the session's own thread."""
-        if session.reply is not None:
-            session.end.send(session.reply)
+        if session.reply_is_made:
+            session.end.send(session.push)
             session.fate.replied_s = self._clock()
-            session.reply = None
+            session.reply_is_made = False
             session.awaits_reply = False
 
     def _await_reply(self, session: _Session) -> None:
         """Wait until another session's push, a leave or a deadline answers this one."""
-        if not session.awaits_reply or session.reply_made is None:
+        if session.reply_made is None:
             return
         with session.reply_made:
-            while session.reply is None and not self._stopping:
+            while not session.reply_is_made and not self._stopping:
                 session.reply_made.wait(TICK_S)
                 self._carry_out(self.discipline.on_tick(self._clock()))
-                if session.reply is None and not session.end.is_open():  # killed while it waited
+                if not session.reply_is_made and not session.end.is_open():  # killed as it waited
                     self._carry_out(self.discipline.on_leave(session.worker))
                     break
         self._send_reply(session)
@@ -488,17 +485,22 @@ class Server:
                 session.worker,
                 push.batch,
             )
-        fate = session.fate
-        # the most frequent of all events, so it is not taken apart and put together by json
-        self._events.record_line(
-            f'{{"kind": "push", "shard": {self.index}, "worker": {session.worker}, '
-            f'"incarnation": {session.incarnation}, "sequence": {push.sequence}, '
-            f'"batch": {push.batch}, "base_version": {push.base_version}, '
-            f'"outcome": "{fate.outcome}", "version": {_json(fate.version)}, '
-            f'"staleness": {_json(fate.staleness)}, "mixed": {_json(fate.mixed)}, '
-            f'"received_s": {fate.received_s:.6f}, "applied_s": {_seconds(fate.applied_s)}, '
-            f'"replied_s": {_seconds(fate.replied_s)}}}'
-        )
+        session_of = (session.worker, session.incarnation)
+        self._events.record_line(_push_line, self.index, session_of, push, session.fate)
+
+
+def _push_line(shard: int, session: tuple[int, int], push: Header, fate: _Fate) -> str:
+    """A push's event. There are more of them than of any other, so that it is not put together by
+    json."""
+    worker, incarnation = session
+    return (
+        f'{{"kind": "push", "shard": {shard}, "worker": {worker}, "incarnation": {incarnation}, '
+        f'"sequence": {push.sequence}, "batch": {push.batch}, '
+        f'"base_version": {push.base_version}, "outcome": "{fate.outcome}", '
+        f'"version": {_json(fate.version)}, "staleness": {_json(fate.staleness)}, '
+        f'"mixed": {_json(fate.mixed)}, "received_s": {fate.received_s:.6f}, '
+        f'"applied_s": {_seconds(fate.applied_s)}, "replied_s": {_seconds(fate.replied_s)}}}'
+    )
 
 
 def _json(value: int | bool | None) -> str:
@@ -520,11 +522,9 @@ def state_from(message: Message, tensors: Mapping[str, Tensor]) -> ShardState:
     return ShardState(version=message["version"], tensors=dict(tensors), applied=applied)
 
 
-def _beats(actions: Sequence[Action]) -> list[list[Action]]:
+def _cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:
     """Cut actions where an Apply follows a Reply: what was replied so far must leave before it."""
-    beats: list[list[Action]] = [[]]
-    for action in actions:
-        if isinstance(action, Apply) and any(isinstance(a, Reply) for a in beats[-1]):
-            beats.append([])
-        beats[-1].append(action)
-    return beats
+    for index in range(1, len(actions)):
+        if isinstance(actions[index], Apply) and isinstance(actions[index - 1], Reply):
+            return actions[:index], actions[index:]
+    return actions, ()

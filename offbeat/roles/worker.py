@@ -213,14 +213,18 @@ class Worker:
             replies = [self._await(shard) for shard in range(len(self._links))]
             versions = self._take_in(replies)
             self._account(batch, loss)
-            # one of the two most frequent events, so it is not put together by json
             self._events.record_line(
-                f'{{"kind": "step", "worker": {self.rank}, "step": {self.step}, "epoch": {epoch}, '
-                f'"loss": {loss!r}, "examples": {batch_length(batch)}, '
-                f'"outcome": "{_pooled(replies)}", "start_s": {start_s:.6f}, '
-                f'"compute_s": {computed_s - start_s:.6f}, '
-                f'"prepare_s": {prepared_s - computed_s:.6f}, '
-                f'"exchange_s": {self._clock() - prepared_s:.6f}}}'
+                _step_line,
+                self.rank,
+                self.step,
+                epoch,
+                loss,
+                batch_length(batch),
+                _pooled(replies),
+                start_s,
+                computed_s,
+                prepared_s,
+                self._clock(),
             )
             self.step += 1
         return True
@@ -295,10 +299,11 @@ class Worker:
 
     def _take_in(self, replies: Sequence[Header]) -> list[int]:
         """Let the model show what the servers sent; returns the shards' versions."""
-        for link, (lo, hi) in zip(self._links, self.job.slices, strict=True):
-            mine, theirs = self.model.params[lo:hi], link.reply_slot.values
-            if mine.data_ptr() != theirs.data_ptr():
-                mine.copy_(theirs)
+        if self.model.params is not self._links[0].reply_slot.values:  # not adopted
+            for link, (lo, hi) in zip(self._links, self.job.slices, strict=True):
+                mine, theirs = self.model.params[lo:hi], link.reply_slot.values
+                if mine.data_ptr() != theirs.data_ptr():
+                    mine.copy_(theirs)
         moved = self.model.loaded()
         if moved:
             self.log.warning("put back into place: %s", ", ".join(moved))
@@ -311,6 +316,27 @@ class Worker:
         self.stats.num_steps += 1
         self.stats.num_examples += batch_length(batch)
         self.stats.loss = loss
+
+
+def _step_line(
+    worker: int,
+    step: int,
+    epoch: int,
+    loss: float,
+    examples: int,
+    outcome: str,
+    start_s: float,
+    computed_s: float,
+    prepared_s: float,
+    done_s: float,
+) -> str:
+    """A step's event. There are many, so that it is not put together by json."""
+    return (
+        f'{{"kind": "step", "worker": {worker}, "step": {step}, "epoch": {epoch}, '
+        f'"loss": {loss!r}, "examples": {examples}, "outcome": "{outcome}", '
+        f'"start_s": {start_s:.6f}, "compute_s": {computed_s - start_s:.6f}, '
+        f'"prepare_s": {prepared_s - computed_s:.6f}, "exchange_s": {done_s - prepared_s:.6f}}}'
+    )
 
 
 def _check_loss(loss: object) -> None:

@@ -122,6 +122,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._head = bytearray(FORMAT.size)
+        self._head_view = memoryview(self._head)
         self._num_read = 0
         self._sending = threading.Lock()
         self._reading = threading.Lock()
@@ -142,7 +143,10 @@ class Connection:
         """Send a frame whole; raises ConnectionClosedError when that is not possible."""
         with self._sending:
             try:
-                self._send(head, body, descriptors)
+                if body or descriptors:
+                    self._send(head, body, descriptors)
+                else:
+                    self._send_all(head)
             except OSError as error:
                 # not the last word: a goodbye with the reason may lie here unread
                 self._torn = True
@@ -174,12 +178,14 @@ class Connection:
             self._send_all(part)
 
     def _send_all(self, part: Buffer) -> None:
-        rest = memoryview(part)
+        rest = part
         deadline_s = 0.0
         while len(rest):
             try:
                 num_sent = self._socket.send(rest, socket.MSG_NOSIGNAL)
-                rest = rest[num_sent:]
+                if num_sent == len(rest):
+                    return
+                rest = memoryview(rest)[num_sent:]
                 deadline_s = 0.0
             except BlockingIOError:
                 deadline_s = deadline_s or time.monotonic() + STALL_TIMEOUT_S
@@ -195,13 +201,13 @@ class Connection:
         read before the next one."""
         with self._reading:
             # nearly always a header comes whole, and at once
-            self._num_read += self._read_some(memoryview(self._head)[self._num_read :])
+            self._num_read += self._read_some(self._head_view[self._num_read :])
             if self._num_read < FORMAT.size:
                 deadline_s = time.monotonic() + timeout_s - WAKE_S
                 while self._num_read < FORMAT.size:
                     if time.monotonic() >= deadline_s:
                         return None
-                    self._num_read += self._read_some(memoryview(self._head)[self._num_read :])
+                    self._num_read += self._read_some(self._head_view[self._num_read :])
             self._num_read = 0
             return Frame(self._head)
 
