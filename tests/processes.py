@@ -87,18 +87,7 @@ class LocalRun:
 
     def pids(self, role: str = "") -> list[int]:
         """The processes of the run that are a role, or this one ("worker --index 1")."""
-        pattern = rf"offbeat role {role or '.*'}.*--run-dir {re.escape(str(self.run_dir))}$"
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    command = (entry / "cmdline").read_bytes().decode().replace("\0", " ").strip()
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:
-                    continue  # it ended while we looked
-                if re.search(pattern, command) and state != "Z":
-                    found.append(int(entry.name))
-        return found
+        return find_processes(self.run_dir, role)
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
         (pid,) = self.pids(role)
@@ -127,11 +116,26 @@ class LocalRun:
         )
 
 
-def leftovers(run: LocalRun) -> list[str]:
+def find_processes(run_dir: Path, role: str = "") -> list[int]:
+    pattern = rf"offbeat role {role or '.*'}.*--run-dir {re.escape(str(run_dir))}$"
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode().replace("\0", " ").strip()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue  # it ended while we looked
+            if re.search(pattern, command) and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def leftovers(run_dir: Path) -> list[str]:
     """Processes, sockets and shared memory of a run that has ended."""
-    left = [f"process {pid}" for pid in run.pids()]
+    left = [f"process {pid}" for pid in find_processes(run_dir)]
     left += [str(path) for path in Path("/dev/shm").glob("offbeat*")]
-    cluster = run.run_dir / "cluster.json"
+    cluster = run_dir / "cluster.json"
     if cluster.exists():
         left += [
             name
@@ -141,8 +145,8 @@ def leftovers(run: LocalRun) -> list[str]:
     return left
 
 
-def wait_until_gone(run: LocalRun, timeout_s: float = 20.0) -> None:
+def wait_until_gone(run_dir: Path, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := leftovers(run):
+    while left := leftovers(run_dir):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)

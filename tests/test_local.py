@@ -61,7 +61,7 @@ def test_a_run_is_as_many_processes_as_roles_and_ends_by_itself(start: Start) ->
     for role in ("ps --index 0", "ps --index 1", "master", "worker --index 1", "evaluator"):
         assert len(run.pids(role)) == 1, role
     assert run.wait() == 0, run.text()
-    assert leftovers(run) == []
+    assert leftovers(run.run_dir) == []
     assert not (run.run_dir / "cluster.json").exists()
     summary = run.summary()
     assert (summary["status"], summary["engine"], summary["lost_updates"]) == (
@@ -115,7 +115,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     run.process.send_signal(number)
     assert run.wait() == 130, run.text()
     assert time.monotonic() - began < 10, "5 s where nobody else wants the cores"
-    assert leftovers(run) == []
+    assert leftovers(run.run_dir) == []
     assert run.summary()["status"] == "interrupted"
     version = newest_checkpoint(run.run_dir / "checkpoints").version
     assert 100 <= version < 800
@@ -177,7 +177,7 @@ def test_when_the_launcher_is_killed_everybody_leaves_and_a_checkpoint_is_kept(
     run.wait_for_steps(100)
     run.process.kill()
     run.process.wait()
-    wait_until_gone(run)
+    wait_until_gone(run.run_dir)
     run.close()
     kept = newest_checkpoint(run.run_dir / "checkpoints")
     assert min(sequence for _, sequence in kept.applied().values()) >= 100, "the master kept it"
@@ -188,7 +188,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(start: Start) -> None:
     runs = [start("--steps", "1500", "--seed", str(k), run=f"r{k}") for k in range(2)]
     assert [run.wait() for run in runs] == [0, 0]
     for run in runs:
-        assert leftovers(run) == []
+        assert leftovers(run.run_dir) == []
         assert run.summary()["gradients"] == 3000
         assert_every_gradient_counted_once(run, 2, 1500)
 
@@ -274,7 +274,7 @@ def test_when_restarts_are_used_up_the_run_stops_and_says_why(start: Start) -> N
         run.wait_until(lambda n=count: run.incarnations(1) >= n, "it had begun")
         run.kill("worker --index 1")
     assert run.wait() == 1
-    assert leftovers(run) == []
+    assert leftovers(run.run_dir) == []
     text = run.text()
     assert "worker 1 was killed by SIGKILL, and was started again 1 times before" in text
     assert "--max-restarts" in text and "offbeat train --resume" in text
@@ -287,7 +287,7 @@ def test_an_error_in_the_users_code_stops_the_run_with_role_step_and_place(start
     assert run.wait() == 1
     assert "failed at step 6: KeyError: 'the sixth batch' (recipes.py, line" in run.text()
     assert "starting it again" not in run.text(), "trying again would not help"
-    assert leftovers(run) == []
+    assert leftovers(run.run_dir) == []
 
 
 # -- exporting -------------------------------------------------------------------------------------

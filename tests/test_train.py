@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from offbeat.config import DISCIPLINES
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
 from offbeat.events import EventLog, read_events
 from offbeat.optim import Optimizer
-from offbeat.roles.master import Master
+from offbeat.roles.master import Master, Status
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Header, Network
@@ -676,6 +676,7 @@ class ScriptedServer(CallEnd):
         self.versions = versions
         self.version = 0
         self.asked: list[int] = []
+        self.reason = ""
 
     def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
         match message["ask"]:
@@ -689,6 +690,8 @@ class ScriptedServer(CallEnd):
                 if self.versions:
                     self.version = self.versions.pop(0)
                 return {"version": self.version, "applied": {}}, {"params": torch.zeros(26)}
+            case "finish":
+                self.reason = message["reason"]
         return {}, {}
 
     def close(self) -> None:
@@ -728,6 +731,34 @@ def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_pa
     assert names == ["00000000", "00000040"]
     assert servers[0].asked == servers[1].asked == [0, 10, 20, 30, 0]
     assert folder.read_json(folder.state)["last_checkpoint"] == "00000040"
+
+
+def test_a_master_that_fails_lets_the_servers_go(tmp_path: Path) -> None:
+    servers = [ScriptedServer([0, 10, 20]), ScriptedServer([0, 10, 20])]
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    job = toy_job(servers=2, workers=1)
+    events = EventLog(tmp_path / "master.jsonl")
+
+    def watch(statuses: Sequence[Status]) -> None:
+        raise RuntimeError("the pen broke")
+
+    master = Master(
+        job,
+        ScriptedNetwork(servers),
+        folder,
+        job.make_model(),
+        events=events,
+        log=logging.Logger("test"),
+        clock=lambda: 0.0,
+        stop=threading.Event(),
+        watch=watch,
+    )
+    with pytest.raises(RuntimeError, match="the pen broke"):
+        master.run()
+    events.close()
+    for server in servers:
+        assert server.reason.startswith("the master failed: RuntimeError: the pen broke")
 
 
 def test_train_takes_recipes_and_names_only() -> None:

@@ -24,14 +24,14 @@ from offbeat.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from offbeat.errors import CheckpointError, ConnectionClosedError
+from offbeat.errors import CheckpointError, ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
 from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.roles.server import describe_state, state_from
 from offbeat.rundir import RunFolder
 from offbeat.shard import ShardState
-from offbeat.transport.base import CallEnd, Layout, Network
+from offbeat.transport.base import CallEnd, Layout, Network, keep_trying
 
 POLL_S = 0.1
 CALL_TIMEOUT_S = 60.0
@@ -155,8 +155,12 @@ class Master:
                 self._commit_last(outcome)
             self._folder.write_state(outcome, self._newest_name())
             for server in self._servers:
-                self._let_go(server, outcome)
+                self._let_go(server, f"the run is {outcome}")
             return outcome
+        except Exception as error:
+            for server in self._servers:  # nobody is to train on where no books are kept
+                self._let_go(server, f"the master failed: {in_a_line(error)}")
+            raise
         finally:
             for server in self._servers:
                 server.close()
@@ -225,9 +229,9 @@ class Master:
                     return
         self._commit_if_new(self._snapshots_now())
 
-    def _let_go(self, server: RemoteServer, outcome: str) -> None:
+    def _let_go(self, server: RemoteServer, reason: str) -> None:
         try:
-            server.finish(f"the run is {outcome}")
+            server.finish(reason)
         except ConnectionClosedError as error:
             self.log.info("server %d went by itself: %s", server.index, error)
 
@@ -235,22 +239,18 @@ class Master:
 
     def _status_of(self, server: RemoteServer) -> Status:
         """A server's status; one that was started anew gets its shard back first."""
-        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        pause_s = 0.02
-        while True:
-            try:
+
+        def ask() -> Status:
+            status = server.status()
+            if not status.loaded:
+                server.load(self._state_for(server.index), sorted(self._finished))
+                self._wanted = None
                 status = server.status()
-                if not status.loaded:
-                    server.load(self._state_for(server.index), sorted(self._finished))
-                    self._wanted = None
-                    status = server.status()
-                self._finished |= status.finished
-                return status
-            except ConnectionClosedError as error:
-                late = time.monotonic() > deadline_s
-                if error.over or error.refused or late or self._stop.wait(pause_s):
-                    raise
-                pause_s = min(1.0, 2 * pause_s)
+            return status
+
+        status = keep_trying(ask, CONNECT_TIMEOUT_S, self._stop)
+        self._finished |= status.finished
+        return status
 
     def _state_for(self, index: int) -> ShardState:
         """What a server that comes empty is given: its part of the newest checkpoint."""

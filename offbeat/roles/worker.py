@@ -11,7 +11,6 @@ the master's worker, and does nothing else than the others here. Started by an e
 import logging
 import math
 import threading
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,14 +33,13 @@ from offbeat.transport.base import (
     Header,
     Network,
     WorkerEnd,
+    keep_trying,
 )
 
 POLL_S = 0.2
 """How often a worker that waits for a reply looks whether the run is being stopped."""
 CONNECT_TIMEOUT_S = 120.0
 """How long a server may take to come, or to come back."""
-LONGEST_PAUSE_S = 1.0
-"""Between two attempts to reach a server; the first pauses are shorter."""
 IDENTITY_CHECK_EVERY = 100
 LOST = "lost"
 """The outcome of a step whose gradient was under way when a server went away."""
@@ -135,32 +133,23 @@ class Worker:
             self.log.info("going on after step %d", done)
 
     def _join(self, shard: int) -> WorkerEnd:
-        """Come in, with bounded and growing pauses between the attempts."""
+        """Come in, as soon as the server lets us."""
         hello = {
             "worker": self.rank,
             "incarnation": self._incarnation,
             "fingerprint": self.job.fingerprint,
         }
         lo, hi = self.job.slices[shard]
-        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        pause_s = 0.02
-        while True:
-            try:
-                link = self._network.connect(
-                    shard,
-                    hello,
-                    self.job.layout(shard),
-                    CONNECT_TIMEOUT_S,
-                    self.model.params[lo:hi],
-                )
-                if len(self.job.slices) == 1:  # the only server's replies need no further copy
-                    self.model.adopt(link.reply_slot.values)
-                return link
-            except ConnectionClosedError as error:
-                late = time.monotonic() > deadline_s
-                if error.over or error.refused or late or self._stop.wait(pause_s):
-                    raise
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        layout = self.job.layout(shard)
+        params = self.model.params[lo:hi]
+        link = keep_trying(
+            lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params),
+            CONNECT_TIMEOUT_S,
+            self._stop,
+        )
+        if len(self.job.slices) == 1:  # the only server's replies need no further copy
+            self.model.adopt(link.reply_slot.values)
+        return link
 
     def _rejoin(self, shard: int, reason: ConnectionClosedError) -> Header:
         """A server went away: look for it, and say what was lost with it."""

@@ -19,13 +19,17 @@ The master asks a server for other things than gradients; that goes over a conne
 as calls: a message and some tensors there, a message and some tensors back.
 """
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from offbeat.errors import ConnectionClosedError
 
 ACCEPTED = "accepted"
 APPLIED = "applied"
@@ -35,8 +39,12 @@ DUPLICATE = "duplicate"
 STALE = "stale"
 STATUSES = (ACCEPTED, APPLIED, DROPPED, REJECTED, DUPLICATE, STALE)
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+"""Between two attempts to reach a server; each pause is twice the one before."""
+
 Message = dict[str, Any]
 """Plain JSON values: what is said in a handshake or a call."""
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -242,3 +250,19 @@ class Network(ABC):
         self, shard: int, hello: Message, layout: Layout, timeout_s: float
     ) -> CallEnd:
         """A connection over which the master asks a server for this and that."""
+
+
+def keep_trying(attempt: Callable[[], Result], timeout_s: float, stop: threading.Event) -> Result:
+    """What `attempt` returns, however often it takes to reach a server that may be starting anew:
+    with growing pauses, until `timeout_s` have passed, `stop` is set, or the server sends us away.
+    Then the last ConnectionClosedError is raised."""
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return attempt()
+        except ConnectionClosedError as error:
+            late = time.monotonic() > deadline_s
+            if error.over or error.refused or late or stop.wait(pause_s):
+                raise
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
