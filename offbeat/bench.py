@@ -222,7 +222,7 @@ def train(
     """Gradients per second of the ceiling, of each discipline and of DDP, in rounds that go through
     all of them; `options` are train's."""
     options |= {"recipe": f"offbeat.bench:{recipe.replace('-', '_')}", "threads": 1}
-    options |= {"eval_every": 0, "max_restarts": 0, "quiet": True}
+    options |= {"eval_every": 0, "max_restarts": 0, "quiet": True, "device": "cpu"}
     rates: dict[str, list[float]] = {name: [] for name in (CEILING, *disciplines, DDP)}
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         rig = _Rig(Path(folder), options, timeout_s=TIMEOUT_S + 10 * seconds)
@@ -446,7 +446,8 @@ def _work(name: str, rank: int, folder: RunFolder) -> None:
     if name == CEILING:
         means: dict[str, Any] = {"log": _silent_log(), "clock": time.monotonic}
         means |= {"events": events, "stop": threading.Event(), "seeds_torch": True}
-        Worker(job, rank, job.make_model(), _NoNetwork(), **means).run()
+        towers = job.make_towers(rank, job.make_model())
+        Worker(job, rank, towers, _NoNetwork(), **means).run()
     else:
         _train_ddp(job, rank, events, store=folder.path.resolve() / "store")
     control.close()

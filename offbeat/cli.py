@@ -3,6 +3,7 @@
     offbeat train --discipline lock-free --workers 4
     offbeat train --resume RUN
     offbeat export RUN model.safetensors
+    offbeat data get cifar10
     offbeat bench exchange
 
 Exit codes: 0 done; 1 the run failed; 2 something was wrong with what was asked for; 130 stopped by
@@ -29,6 +30,7 @@ from offbeat.config import (
     yes_or_no,
 )
 from offbeat.control import Control
+from offbeat.data.catalog import DATASETS, find_dataset
 from offbeat.errors import ConfigError, OffbeatError, nearest
 from offbeat.version import __version__
 
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             raise SystemExit(2)
         if unknown:
-            name = " ".join(filter(None, (known.command, getattr(known, "benchmark", None))))
+            within = getattr(known, "benchmark", None) or getattr(known, "action", None)
+            name = " ".join(filter(None, (known.command, within)))
             raise ConfigError(_unknown(unknown[0], commands[name], name))
         return _COMMANDS[known.command](known)
     except OffbeatError as error:
@@ -145,6 +148,16 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     role.add_argument("--index", type=int, default=0, help="which server or worker (default: 0)")
     role.add_argument("--run-dir", metavar="RUN", required=True, help="the run's folder")
 
+    data = command(
+        "data",
+        "fetch datasets, and check them",
+        "Fetch the datasets that recipes train on, and check what is there.",
+    )
+    of_data = data.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=_Parser
+    )
+    _add_data_actions(of_data.add_parser)
+
     bench = command(
         "bench",
         "measure exchanges or training on this machine",
@@ -154,7 +167,34 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         dest="benchmark", metavar="WHAT", required=True, parser_class=_Parser
     )
     _add_benchmarks(kinds.add_parser)
-    return parser, {**commands.choices, **{f"bench {k}": v for k, v in kinds.choices.items()}}
+    nested = {f"bench {k}": v for k, v in kinds.choices.items()}
+    nested |= {f"data {k}": v for k, v in of_data.choices.items()}
+    return parser, {**commands.choices, **nested}
+
+
+def _add_data_actions(add: Callable[..., argparse.ArgumentParser]) -> None:
+    known = ", ".join(DATASETS)
+    described = {
+        "list": "what can be fetched, and what is there",
+        "get": "fetch a dataset, or take it from files at hand",
+        "verify": "compare a dataset's files with their pinned SHA-256",
+    }
+    parsers = {
+        name: add(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        for name, text in described.items()
+    }
+    for name in ("get", "verify"):
+        parsers[name].add_argument("name", metavar="NAME", help=known)
+    parsers["get"].add_argument(
+        "--from",
+        dest="source",
+        metavar="PATH",
+        help="a folder with the files, or an archive (tar or zip) of them",
+    )
+    for parser in parsers.values():
+        where = options()["data_dir"].default
+        text = f"where datasets lie (default: {where})"
+        parser.add_argument("--data-dir", metavar="DIR", default=where, help=text)
 
 
 def _add_benchmarks(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -299,6 +339,34 @@ def _role(known: argparse.Namespace) -> int:
     return 0
 
 
+def _data(known: argparse.Namespace) -> int:
+    data_dir = Path(known.data_dir).expanduser()
+    if known.action == "list":
+        for dataset in DATASETS.values():
+            folder = data_dir / dataset.folder
+            found = [
+                (folder / file.name).exists() or (folder / f"{file.name}.gz").exists()
+                for file in dataset.files
+            ]
+            state = "there" if all(found) else "in part" if any(found) else "-"
+            megabytes = sum(file.size for file in dataset.files) / 1e6
+            print(f"{dataset.name:14} {state:8} {megabytes:4.0f} MB  {dataset.about}")
+        return 0
+    from offbeat.data import fetch
+    from offbeat.progress import make_meter, say
+
+    if known.action == "verify":
+        dataset = find_dataset(known.name)
+        states = {f.name: fetch.state_of(data_dir / dataset.folder, f) for f in dataset.files}
+        for name, state in states.items():
+            print(f"{name}  {state}")
+        return 0 if set(states.values()) == {fetch.THERE} else 1
+    source = Path(known.source).expanduser() if known.source else None
+    with _signals_as_ctrl_c(), make_meter() as meter:
+        fetch.get(known.name, data_dir, source=source, say=say, meter=meter)
+    return 0
+
+
 def _bench(known: argparse.Namespace) -> int:
     given = {k: v for k, v in vars(known).items() if k not in ("command", "benchmark", "json")}
     for discipline in given.get("disciplines", ()):
@@ -320,7 +388,7 @@ def _bench(known: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "export": _export, "role": _role, "bench": _bench}
+_COMMANDS = {"train": _train, "export": _export, "role": _role, "data": _data, "bench": _bench}
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:

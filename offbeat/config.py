@@ -23,6 +23,7 @@ from offbeat.errors import ConfigError, nearest
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded")
 ENGINES = ("local", "inproc")
 SPLITS = ("disjoint", "shared")
+BATCHING, DIRECT = "batching", "direct"
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 DISCIPLINE_OPTIONS = ("reduce", "backup_workers", "round_timeout", "staleness")
@@ -117,7 +118,25 @@ class TrainConfig:
         "what each worker goes through: a share of its own, or all of the data in its own order",
         choices=SPLITS,
     )
+    feed: str | None = _option(
+        None,
+        text,
+        "batches come from a thread that prepares some ahead, or are made when they are needed "
+        "(default: as the recipe has it)",
+        choices=(BATCHING, DIRECT),
+    )
     seed: int = _option(0, whole, "seed of weights, shares, orders and augmentation")
+    device: str | None = _option(
+        None, text, "what workers compute on: cpu, cuda, cuda:1 (default: a GPU if there is one)"
+    )
+    devices: str | None = _option(
+        None,
+        text,
+        "towers: several devices per worker, as cuda:0,cuda:1; each computes on a batch of its own",
+    )
+    amp: str | None = _option(
+        None, text, "compute in a shorter number format where it does no harm", choices=("bf16",)
+    )
     threads: int | None = _option(
         None, whole, "CPU threads of each worker (default: the cores, shared out)"
     )
@@ -155,6 +174,10 @@ class TrainConfig:
     )
     quiet: bool = _option(False, yes_or_no, "print the result only")
 
+    @property
+    def num_towers(self) -> int:
+        return len(self.devices.split(",")) if self.devices else 1
+
     def validated(self) -> "TrainConfig":
         """The same in its resolved form, or a ConfigError that names what is wrong with it."""
         config = _resolve_discipline(self)
@@ -174,6 +197,10 @@ class TrainConfig:
             raise ConfigError("lr must be finite")
         if config.steps is not None and config.epochs is not None:
             raise ConfigError("steps and epochs both say how long to train: give one of the two")
+        if config.device is not None and config.devices is not None:
+            raise ConfigError("device and devices both say where to compute: give one of the two")
+        if config.device is not None and "," in config.device:
+            raise ConfigError(f"several devices are given by devices, as --devices {config.device}")
         if config.backup_workers >= config.workers:
             raise ConfigError(
                 f"backup_workers must be below the number of workers: {config.backup_workers} of "

@@ -183,6 +183,11 @@ class FlatModel:
                 view.copy_(parameter)
         self.loaded()
 
+    def move(self, device: torch.device) -> None:
+        """From now on module and parameters live on `device`."""
+        self.module.to(device)
+        self.adopt(self.params.to(device))
+
     def adopt(self, params: Tensor) -> None:
         """From now on the parameters live in `params`, which a server writes its replies to."""
         self.params = params
@@ -283,7 +288,7 @@ class FlatModel:
     def frozen(self) -> dict[str, Tensor]:
         """Copies of the parameters that do not train."""
         by_name = dict(self.module.named_parameters())
-        return {name: by_name[name].detach().clone() for name in self.manifest.frozen}
+        return {name: by_name[name].detach().to("cpu", copy=True) for name in self.manifest.frozen}
 
 
 def _in_words(spec: TensorSpec | None) -> str:
@@ -344,7 +349,9 @@ def _flattened(gradient: Tensor, spec: TensorSpec) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     if gradient.stride() != spec.stride:
-        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=gradient.dtype)
+        laid_out = torch.empty_strided(
+            spec.shape, spec.stride, dtype=gradient.dtype, device=gradient.device
+        )
         gradient = laid_out.copy_(gradient)
     return gradient.as_strided((spec.numel,), (1,))
 

@@ -5,6 +5,7 @@ Making one touches no file of the run, so whatever is wrong with a configuration
 anything is left behind.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +16,15 @@ import torch
 from torch import nn
 
 from offbeat.checkpoint import Checkpoint
-from offbeat.config import TrainConfig
-from offbeat.data.batches import Batch, Share, Source, make_source
+from offbeat.config import BATCHING, TrainConfig
+from offbeat.data.batches import (
+    Batch,
+    Share,
+    Source,
+    make_source,
+    prepared_ahead,
+    to_device,
+)
 from offbeat.disciplines import Discipline, make_discipline
 from offbeat.errors import (
     CheckpointError,
@@ -32,7 +40,11 @@ from offbeat.optim import BY_NAME, Optimizer
 from offbeat.randomness import make_generator, make_seed
 from offbeat.recipes.base import Recipe
 from offbeat.shard import Shard, ShardState, partition, segments_of
+from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout
+
+NUM_AHEAD = 2
+"""Batches that wait in the queue of --feed batching."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +76,12 @@ class Job:
     def fingerprint(self) -> str:
         return self.manifest.fingerprint(repr(self.optimizer))
 
+    @property
+    def step_size(self) -> int:
+        """How many examples one gradient is computed on, by all towers of a worker."""
+        assert self.config.batch_size is not None
+        return self.config.batch_size * self.config.num_towers
+
     def make_model(self) -> FlatModel:
         """A replica with the run's initial weights. Seeds torch's own generator for a moment."""
         return FlatModel(_seeded_model(self.recipe, self.config.seed), self.manifest)
@@ -77,6 +95,12 @@ class Job:
                 "time, since every worker needs one of its own"
             )
         return replicas
+
+    def make_towers(self, rank: int, model: FlatModel) -> Towers:
+        """What worker `rank` computes with; `model` becomes the first tower."""
+        devices = find_devices(self.config.devices or self.config.device, rank)
+        more = [self.make_model() for _ in devices[1:]]
+        return Towers([model, *more], devices, amp=self.config.amp is not None)
 
     def layout(self, shard: int) -> Layout:
         """What travels between a worker and this shard's server; buffers go to shard 0."""
@@ -110,7 +134,7 @@ class Job:
         """Shard `index` as it is before the first update, cut out of `model`."""
         lo, hi = self.slices[index]
         layout = self.layout(index)
-        tensors = {"params": model.params[lo:hi].clone()}
+        tensors = {"params": model.params[lo:hi].to("cpu", copy=True)}
         floats = torch.zeros(layout.num_floats)
         ints = torch.zeros(layout.num_ints, dtype=torch.int64)
         if index == 0:
@@ -138,9 +162,17 @@ class Job:
         assert config.epochs is not None
         return config.epochs * self._share(rank).num_batches(self.facts.num_examples)
 
-    def batches(self, rank: int, start: int = 0) -> Iterator[tuple[int, Batch]]:
+    def batches(
+        self, rank: int, start: int = 0, device: torch.device = CPU
+    ) -> Iterator[tuple[int, Batch]]:
         """Worker `rank`'s training batches with their epochs, from step `start` on (0: the first),
-        until its work is done."""
+        until its work is done; on `device`, which is also where they are augmented."""
+        made = self._make_batches(rank, start, device)
+        return prepared_ahead(made, NUM_AHEAD) if self.recipe.feed == BATCHING else made
+
+    def _make_batches(
+        self, rank: int, start: int, device: torch.device
+    ) -> Iterator[tuple[int, Batch]]:
         config = self.config
         assert self.train is not None, "this process was given no training data"
         share = self._share(rank)
@@ -149,9 +181,12 @@ class Job:
             before = step
             for batch in self.train.train(share, epoch, first):
                 if step >= start:
+                    batch = to_device(batch, device)
                     if self.recipe.augment is not None:
-                        generator = make_generator(config.seed, "augment", rank, step)
-                        batch = self.recipe.augment(batch, generator)
+                        key = (config.seed, "augment", rank, step)
+                        generator = make_generator(*key, device=device)
+                        with contextlib.nullcontext() if device == CPU else device:
+                            batch = self.recipe.augment(batch, generator)
                     yield epoch, batch
                 step += 1
                 if step == config.steps:
@@ -173,11 +208,10 @@ class Job:
 
     def _share(self, rank: int) -> Share:
         config = self.config
-        assert config.batch_size is not None
         return Share(
             rank=rank,
             num_shares=config.workers,
-            batch_size=config.batch_size,
+            batch_size=self.step_size,
             seed=config.seed,
             disjoint=config.split == "disjoint",
         )
@@ -190,7 +224,7 @@ class Job:
         config = self.config
         return {
             "num_workers": config.workers,
-            "batch_size": config.batch_size,
+            "batch_size": self.step_size,
             "split": config.split,
         }
 
@@ -205,8 +239,7 @@ class Job:
         applied = checkpoint.applied()
         incarnation = max((i for i, _ in applied.values()), default=0)
         used = sum(sequence for _, sequence in applied.values()) * checkpoint.plan["batch_size"]
-        assert self.config.batch_size is not None
-        per_worker = used // (self.config.workers * self.config.batch_size)
+        per_worker = used // (self.config.workers * self.step_size)
         return {
             rank: (incarnation, min(per_worker, self.num_steps(rank) or per_worker))
             for rank in range(self.config.workers)
@@ -229,9 +262,11 @@ class Job:
 def make_job(config: TrainConfig, recipe: Recipe, checkpoint: Checkpoint | None = None) -> Job:
     """Resolve and check everything that can be checked before the run begins; `checkpoint` is what
     it goes on from."""
+    recipe = recipe.fed(config.feed)
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
     config = _resolve_length(config, recipe)
+    find_devices(config.devices or config.device, 0)
     manifest = describe(_seeded_model(recipe, config.seed))
     _check_groups(optimizer, manifest)
     if config.servers > manifest.num_elements:
@@ -271,6 +306,7 @@ def rejoin_job(
 ) -> Job:
     """The same job in another process. `config` and `facts` are as `make_job` left them; `sources`
     are what is shared of the data, the rest is loaded here; None: no data is needed."""
+    recipe = recipe.fed(config.feed)
     job = _cut(config, recipe, describe(_seeded_model(recipe, config.seed)), facts)
     if sources is None:
         return job
@@ -347,8 +383,8 @@ def _from_recipe(what: str, call: Callable[[], Any]) -> Any:
 
 def _updates_per_epoch(job: Job) -> int:
     """About how many updates it takes until every example was used once; 0: not known."""
-    if job.facts.num_examples is None or job.config.batch_size is None:
+    if job.facts.num_examples is None:
         return 0
-    num_batches = -(-job.facts.num_examples // job.config.batch_size)
+    num_batches = -(-job.facts.num_examples // job.step_size)
     per_update = job.config.workers if job.config.discipline == "sync" else 1
     return max(1, num_batches // per_update)

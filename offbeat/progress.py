@@ -1,9 +1,12 @@
-"""What a person sees while a run is under way: a live bar in a terminal, plain lines elsewhere."""
+"""What a person sees while something is under way: a live bar in a terminal, plain lines
+elsewhere."""
 
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 WINDOW_S = 5.0
@@ -56,6 +59,36 @@ def make_display(title: str, total: int | None, *, quiet: bool) -> Display:
     if sys.stdout.isatty():
         return _Bar(title, total)
     return _Lines(title, total)
+
+
+@contextmanager
+def make_meter() -> Iterator[Callable[[str, int, int | None], None]]:
+    """For a download: shows of what, how many bytes there are, and of how many. Nothing where no
+    terminal is."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TransferSpeedColumn(), console=console, expand=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done, total=total)
+
+        yield show
 
 
 class _Silent(Display):

@@ -12,5 +12,5 @@ def make_seed(*key: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def make_generator(*key: int | str) -> torch.Generator:
-    return torch.Generator().manual_seed(make_seed(*key))
+def make_generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(make_seed(*key))

@@ -199,7 +199,9 @@ class StepSummaries:
 
         def keep_arguments(part: nn.Module, args: Any, kwargs: Any) -> None:
             if self._arguments is None and not kwargs:
-                self._arguments = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+                self._arguments = tuple(
+                    a.detach().cpu() if isinstance(a, Tensor) else a for a in args
+                )
 
         handles = [part.register_forward_hook(look) for part in names]
         if self._to_trace is not None:

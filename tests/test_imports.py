@@ -18,9 +18,9 @@ LAYERS = [
     ["roles", "summaries"],
     ["report", "cluster", "rundir", "progress", "job"],
     ["checkpoint"],
-    ["disciplines", "shard"],
+    ["disciplines", "shard", "towers"],
     ["transport", "recipes", "data"],
-    ["flat", "optim", "randomness", "events", "memory"],
+    ["flat", "layers", "optim", "randomness", "events", "memory"],
     ["control"],
     ["config", "errors", "version"],
 ]

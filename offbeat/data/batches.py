@@ -7,10 +7,12 @@ seed, the worker's rank and the epoch.
 """
 
 import itertools
+import queue
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from offbeat.errors import DataError
 from offbeat.randomness import make_generator
 
+WAKE_S = 0.2
+"""A thread that prepares batches looks this often whether anybody still wants them."""
+
 Batch = Any
+Item = TypeVar("Item")
 TensorData = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
@@ -154,6 +160,65 @@ def batch_length(batch: Batch) -> int:
     if first is None:
         raise DataError(f"a batch must hold tensors; found a {type(batch).__name__} without any")
     return len(first) if first.dim() else 1
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The same batch with other tensors; what else is in it stays as it is."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(*(map_tensors(value, change) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_tensors(value, change) for value in batch)
+    return batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """On the CPU the batch itself; else on its way to `device`, without waiting for it."""
+    if device.type == "cpu":
+        return batch
+    return map_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+
+
+def prepared_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
+    """The same, made by a thread of its own that is up to `count` of them ahead."""
+    ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
+    over = threading.Event()
+
+    def put(item: Item | None, error: BaseException | None) -> None:
+        while not over.is_set():
+            try:
+                ready.put((item, error), timeout=WAKE_S)
+                return
+            except queue.Full:
+                continue
+
+    def prepare() -> None:
+        try:
+            for item in items:
+                put(item, None)
+                if over.is_set():
+                    return
+            put(None, StopIteration())
+        except BaseException as error:
+            put(None, error)
+
+    thread = threading.Thread(target=prepare, name="batches", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            assert item is not None
+            yield item
+    finally:
+        over.set()
+        thread.join()
 
 
 def _leaves(batch: Batch) -> Iterator[Tensor]:

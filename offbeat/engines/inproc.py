@@ -66,7 +66,7 @@ class InprocEngine:
             Worker(
                 job,
                 rank,
-                model,
+                job.make_towers(rank, model),
                 network,
                 stop=self._give_up,
                 incarnation=incarnation,

@@ -7,8 +7,8 @@ names; a user's own is `package.module:attribute` or `path/to/file.py:attribute`
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.config import TrainConfig
+from offbeat.config import BATCHING, DIRECT, TrainConfig
 from offbeat.errors import OffbeatError, RecipeError, in_a_line, nearest
 from offbeat.optim import SGD, Optimizer, Schedule, constant
 
 BUILT_IN = {
-    "fashion-cnn": "offbeat.recipes.fashion_cnn",
-    "mnist-sigmoid": "offbeat.recipes.mnist_sigmoid",
+    "alexnet": "offbeat.recipes.alexnet:recipe",
+    "fashion-cnn": "offbeat.recipes.fashion_cnn:recipe",
+    "mnist-convnet": "offbeat.recipes.mnist_convnet:recipe",
+    "mnist-sigmoid": "offbeat.recipes.mnist_sigmoid:recipe",
+    "simplecnn": "offbeat.recipes.simplecnn:recipe",
+    "simplecnn-100": "offbeat.recipes.simplecnn:recipe_100",
 }
 
 
@@ -57,8 +61,18 @@ class Recipe:
     ema: float | None = None
     """Decay of the moving average of the parameters, which is what gets evaluated; None: no
     average."""
+    feed: str = DIRECT
+    """How batches come to a step where --feed does not say: made when they are needed, or by a
+    thread that is a few ahead."""
+    by_feed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What is different under one of the two."""
     batch_size: int = 100
     epochs: int = 1
+
+    def fed(self, feed: str | None) -> "Recipe":
+        """This recipe as it is under `feed`, or under its own."""
+        feed = feed or self.feed
+        return replace(self, feed=feed, by_feed={}, **self.by_feed.get(feed, {}))
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
@@ -72,6 +86,10 @@ class Recipe:
         if not isinstance(self.optimizer, Optimizer):
             raise RecipeError(
                 "a recipe's optimizer must be one of offbeat's, as offbeat.SGD(lr=0.1)"
+            )
+        if self.feed not in (BATCHING, DIRECT):
+            raise RecipeError(
+                f"a recipe's feed must be {BATCHING!r} or {DIRECT!r}, not {self.feed!r}"
             )
         for name in ("batch_size", "epochs"):
             value = getattr(self, name)
@@ -90,7 +108,7 @@ def load_recipe(name: str) -> Recipe:
                 f"unknown recipe {name!r}; {nearest(name, BUILT_IN)} "
                 f"(your own: path/to/file.py:attribute)"
             )
-        source, attribute = BUILT_IN[name], "recipe"
+        source, _, attribute = BUILT_IN[name].partition(":")
     module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     if not hasattr(module, attribute):
         known = [k for k, v in vars(module).items() if isinstance(v, Recipe)]

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.checkpoint import list_checkpoints, load_checkpoint
-from offbeat.data.batches import Source
+from offbeat.data.batches import Source, to_device
 from offbeat.errors import CheckpointError, DataError, RecipeError
 from offbeat.events import EventLog
 from offbeat.job import Job
 from offbeat.recipes.base import Recipe
 from offbeat.rundir import RunFolder
+from offbeat.towers import CPU, find_devices
 
 BATCH_SIZE = 500
 POLL_S = 0.2
@@ -43,7 +44,8 @@ class Evaluator:
         self.log = log
         self.latest: tuple[int, float] | None = None
         """The version that was scored last, and what it scored."""
-        self._module = module
+        self._device = find_devices(job.config.devices or job.config.device, 0)[0]
+        self._module = module.to(self._device)
         self._folder = folder
         self._events = events
         self._clock = clock
@@ -89,7 +91,7 @@ class Evaluator:
             self.log.warning("%s", error)
             return
         load_state(self._module, checkpoint.state_dict(ema=True))
-        metric, count = evaluate(self._module, self.job.recipe, self.job.test)
+        metric, count = evaluate(self._module, self.job.recipe, self.job.test, self._device)
         self.latest = (checkpoint.version, metric)
         self.log.info(
             "version %d: %s %.4f", checkpoint.version, metric_name(self.job.recipe), metric
@@ -112,13 +114,15 @@ def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
     assert not missing and not keys.unexpected_keys, f"{missing} {keys.unexpected_keys}"
 
 
-def evaluate(module: nn.Module, recipe: Recipe, test: Source) -> tuple[float, float]:
+def evaluate(
+    module: nn.Module, recipe: Recipe, test: Source, device: torch.device = CPU
+) -> tuple[float, float]:
     """The recipe's metric over all of `test`, each example once; and what it was divided by."""
     module.eval()
     total = count = 0.0
     with torch.no_grad():
         for batch in test.in_order(BATCH_SIZE):
-            found = recipe.metric(module, batch)
+            found = recipe.metric(module, to_device(batch, device))
             if not isinstance(found, tuple) or len(found) != 2:
                 raise RecipeError("the recipe's metric must return a sum and a count")
             total += float(found[0])

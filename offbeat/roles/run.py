@@ -163,7 +163,7 @@ def _run_master(means: _Means, index: int) -> None:
         means.job,
         ClusterNetwork(means.folder),
         means.folder,
-        worker.model,
+        means.job.make_model(),
         events=books,
         log=means.log,
         clock=means.clock,
@@ -243,7 +243,7 @@ def _make_worker(
     return Worker(
         means.job,
         rank,
-        means.job.make_model(),
+        means.job.make_towers(rank, means.job.make_model()),
         ClusterNetwork(means.folder),
         events=events,
         log=means.log,

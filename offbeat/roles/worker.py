@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.data.batches import Batch, batch_length
-from offbeat.errors import ConnectionClosedError, NonFiniteLossError, RecipeError
+from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.events import EventLog
-from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.randomness import make_seed
 from offbeat.shard import usable
 from offbeat.summaries import StepSummaries
+from offbeat.towers import Towers
 from offbeat.transport.base import (
     ACCEPTED,
     APPLIED,
@@ -62,7 +62,7 @@ class Worker:
         self,
         job: Job,
         rank: int,
-        model: FlatModel,
+        towers: Towers,
         network: Network,
         *,
         events: EventLog,
@@ -77,7 +77,7 @@ class Worker:
         from torch's own generator can be made to depend on nothing but seed, rank and step."""
         self.job = job
         self.rank = rank
-        self.model = model
+        self.towers = towers
         self.log = log
         self.step = 1
         """The step that is being prepared or computed, counted from 1."""
@@ -111,6 +111,7 @@ class Worker:
         finally:
             done.set()
             beats.join()
+            self.towers.unpin()
             for link in self._links:
                 link.close(finished=finished)
         self.log.info("%s after %d steps", "finished" if finished else "left", self.step - 1)
@@ -141,14 +142,14 @@ class Worker:
         }
         lo, hi = self.job.slices[shard]
         layout = self.job.layout(shard)
-        params = self.model.params[lo:hi]
+        params = self.towers.landing[lo:hi]
         link = keep_trying(
             lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params),
             CONNECT_TIMEOUT_S,
             self._stop,
         )
         if len(self.job.slices) == 1:  # the only server's replies need no further copy
-            self.model.adopt(link.reply_slot.values)
+            self.towers.adopt(link.reply_slot.values)
         return link
 
     def _rejoin(self, shard: int, reason: ConnectionClosedError) -> Header:
@@ -156,6 +157,7 @@ class Worker:
         if reason.over or self._stop.is_set():
             raise reason
         self.log.warning("server %d: %s; looking for it", shard, reason)
+        self.towers.unpin()
         self._links[shard].close()
         link = self._join(shard)
         self._links[shard] = link
@@ -185,8 +187,8 @@ class Worker:
 
     def _train(self) -> bool:
         """Returns whether all steps are done."""
-        self.model.module.train()
-        batches = self.job.batches(self.rank, self.step - 1)
+        self.towers.train()
+        batches = self.job.batches(self.rank, self.step - 1, self.towers.first_device)
         versions = self._take_in([link.welcome for link in self._links])
         upcoming = next(batches, None)
         while upcoming is not None:
@@ -221,36 +223,31 @@ class Worker:
     def _compute_watched(self, batch: Batch, version: int) -> float:
         if self._summaries is None:
             return self._compute(batch)
-        with self._summaries.watching(self.model.module, version):
+        with self._summaries.watching(self.towers.model.module, version):
             loss = self._compute(batch)
-        self._summaries.computed(self.model, version, loss)
+        self._summaries.computed(self.towers.model, version, loss)
         return loss
 
     def _compute(self, batch: Batch) -> float:
         """Loss and gradient of one batch; the gradient stays in the parameters."""
         if self.step % IDENTITY_CHECK_EVERY == 1:
-            self.model.check_identity()
+            self.towers.check_identity()
         if self._seeds_torch:
-            torch.default_generator.manual_seed(
-                make_seed(self.job.config.seed, "forward", self.rank, self.step)
-            )
-        loss = self.job.recipe.loss(self.model.module, batch)
-        _check_loss(loss)
-        value = loss.item()
-        if not math.isfinite(value):
+            self.towers.seed(make_seed(self.job.config.seed, "forward", self.rank, self.step))
+        loss = self.towers.compute(self.job.recipe.loss, self.towers.deal(batch))
+        if not math.isfinite(loss):
             raise NonFiniteLossError(
-                f"the loss became {value} in worker {self.rank} at step {self.step}; a lower --lr "
+                f"the loss became {loss} in worker {self.rank} at step {self.step}; a lower --lr "
                 f"is the usual remedy. The state before it is kept in the run's last checkpoint."
             )
-        loss.backward()  # type: ignore[no-untyped-call]
-        return float(value)
+        return loss
 
     def _push(self, versions: Sequence[int]) -> None:
         """Send every shard its slice. An unusable gradient goes to none of them, or a shard without
         the bad element would take half of it."""
         slots = [link.gradient_slot for link in self._links]
-        present = self.model.take_gradient([slot.values for slot in slots])
-        self.model.write_buffers(slots[0].floats, slots[0].ints)
+        present = self.towers.take_gradient([slot.values for slot in slots])
+        self.towers.write_buffers(slots[0].floats, slots[0].ints)
         masked = not all(present)
         if masked:
             for slot in slots:
@@ -288,16 +285,16 @@ class Worker:
 
     def _take_in(self, replies: Sequence[Header]) -> list[int]:
         """Let the model show what the servers sent; returns the shards' versions."""
-        if self.model.params is not self._links[0].reply_slot.values:  # not adopted
+        if self.towers.landing is not self._links[0].reply_slot.values:  # not adopted
             for link, (lo, hi) in zip(self._links, self.job.slices, strict=True):
-                mine, theirs = self.model.params[lo:hi], link.reply_slot.values
+                mine, theirs = self.towers.landing[lo:hi], link.reply_slot.values
                 if mine.data_ptr() != theirs.data_ptr():
                     mine.copy_(theirs)
-        moved = self.model.loaded()
+        moved = self.towers.loaded()
         if moved:
             self.log.warning("put back into place: %s", ", ".join(moved))
         slot = self._links[0].reply_slot
-        self.model.read_buffers(slot.floats, slot.ints)
+        self.towers.read_buffers(slot.floats, slot.ints)
         self._seen = [reply.reply_version for reply in replies]
         return self._seen
 
@@ -326,18 +323,6 @@ def _step_line(
         f'"start_s": {start_s:.6f}, "compute_s": {computed_s - start_s:.6f}, '
         f'"prepare_s": {prepared_s - computed_s:.6f}, "exchange_s": {done_s - prepared_s:.6f}}}'
     )
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, torch.Tensor):
-        found = f"a {type(loss).__name__}"
-    elif loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}"
-    elif not loss.requires_grad:
-        found = "one that depends on no parameter"
-    else:
-        return
-    raise RecipeError(f"the recipe's loss must return a tensor of one number, not {found}")
 
 
 def _pooled(replies: Sequence[Header]) -> str:

@@ -307,12 +307,13 @@ class _Slots:
 
 
 def _slot_bytes(layout: Layout) -> int:
-    return (
+    size = (
         aligned(4 * layout.num_elements)
         + aligned(4 * layout.num_floats)
         + aligned(8 * layout.num_ints)
         + aligned(layout.num_tensors)
     )
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # memory is pinned for a GPU by whole pages
 
 
 def _slot_in(layout: Layout, buffer: mmap.mmap, number: int) -> Slot:

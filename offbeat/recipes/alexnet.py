@@ -1,0 +1,87 @@
+"""CIFAR-10 with the net of TensorFlow's tutorial, which the seeds call AlexNet."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from offbeat.config import TrainConfig
+from offbeat.data.datasets import Pair, load_dataset
+from offbeat.data.images import (
+    centre_crop,
+    change_brightness,
+    change_contrast,
+    crop_and_flip,
+    standardise,
+)
+from offbeat.layers import LocalResponseNorm, truncated_normal
+from offbeat.optim import SGD, step_decay
+from offbeat.recipes.base import Recipe
+
+SIZE = 24
+BATCH_SIZE = 128
+WEIGHT_DECAY = 0.004
+DECAY_EPOCHS = 350
+BATCHES_PER_EPOCH = 50_000 / BATCH_SIZE
+
+
+class AlexNet(nn.Module):
+    """Two convolutions and three linear layers: 1,068,298 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = truncated_normal(nn.Conv2d(3, 64, 5, padding=2), deviation=0.05)
+        self.conv2 = truncated_normal(nn.Conv2d(64, 64, 5, padding=2), deviation=0.05, bias=0.1)
+        self.local3 = truncated_normal(nn.Linear(64 * 6 * 6, 384), deviation=0.04, bias=0.1)
+        self.local4 = truncated_normal(nn.Linear(384, 192), deviation=0.04, bias=0.1)
+        self.softmax_linear = truncated_normal(nn.Linear(192, 10), deviation=1 / 192)
+        # rounds up where the seed's pads at the right and at the bottom: 24 -> 12 -> 6
+        self.pool = nn.MaxPool2d(3, 2, ceil_mode=True)
+        self.norm1 = LocalResponseNorm(9, alpha=1e-3, beta=0.75, k=1.0)
+        self.norm2 = LocalResponseNorm(9, alpha=1e-3, beta=0.75, k=1.0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.contiguous(memory_format=torch.channels_last)  # [b, 3, 24, 24]
+        x = self.norm1(self.pool(F.relu(self.conv1(x))))  # [b, 64, 12, 12]
+        x = self.pool(self.norm2(F.relu(self.conv2(x))))  # [b, 64, 6, 6]
+        x = F.relu(self.local3(x.flatten(1)))
+        x = F.relu(self.local4(x))
+        logits: Tensor = self.softmax_linear(x)
+        return logits
+
+
+def load_data(config: TrainConfig) -> tuple[Pair, Pair]:
+    train, (test_images, test_labels) = load_dataset("cifar10", config.data_dir)
+    return train, (standardise(centre_crop(test_images, SIZE).float()), test_labels)
+
+
+def distort(batch: Any, generator: torch.Generator) -> Any:
+    """What the seed does to training images, which are bytes up to here."""
+    images, labels = batch
+    x = crop_and_flip(images, SIZE, generator).float()
+    x = change_brightness(x, 63, generator)
+    x = change_contrast(x, 0.2, 1.8, generator)
+    return standardise(x), labels
+
+
+def loss(model: Any, batch: Any) -> Tensor:
+    """Mean cross entropy, and the weights of the two wide linear layers."""
+    images, labels = batch
+    squares = model.local3.weight.square().sum() + model.local4.weight.square().sum()
+    entropy: Tensor = F.cross_entropy(model(images), labels)
+    total: Tensor = entropy + WEIGHT_DECAY / 2 * squares
+    return total
+
+
+recipe = Recipe(
+    model=AlexNet,
+    data=load_data,
+    loss=loss,
+    optimizer=SGD(lr=0.1),
+    schedule=step_decay(every=int(DECAY_EPOCHS * BATCHES_PER_EPOCH), factor=0.1),
+    augment=distort,
+    ema=0.9999,
+    batch_size=BATCH_SIZE,
+    epochs=256,  # 100,000 gradients
+)

@@ -1,0 +1,229 @@
+"""The devices that one worker computes on: a model replica (a tower) on each, one gradient of all.
+
+Parameters come from the servers and gradients go to them through the CPU's memory. One tower on the
+CPU is the plain case: there the model's parameters lie where the replies arrive, and nothing is
+copied. Any other tower has its parameters on its own device; the memory on the CPU's side is pinned
+for CUDA, so that copies are asynchronous and need no stop on the way.
+
+    towers = Towers([model], [torch.device("cuda:0")], amp=False)
+    parts = towers.deal(batch)              # each tower's part of it, on its device
+    loss = towers.compute(recipe.loss, parts)
+    towers.take_gradient([slot.values])     # the mean over all examples
+    towers.loaded()                         # the servers' replies have arrived in `landing`
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.data.batches import Batch, batch_length, map_tensors
+from offbeat.errors import ConfigError, RecipeError
+from offbeat.flat import FlatModel
+
+CPU = torch.device("cpu")
+Parts = list[tuple[float, Batch]]
+"""For each tower its share of the examples, and what of the batch it computes on."""
+
+
+def find_devices(names: str | None, rank: int) -> list[torch.device]:
+    """The devices that `names` lists with commas between; without any, the GPU that falls to this
+    worker, or the CPU where there is none."""
+    if names is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return [torch.device("cuda", rank % count) if count else CPU]
+    return [_find_device(name.strip()) for name in names.split(",")]
+
+
+def _find_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{name!r} is no device; known: cpu, cuda, cuda:0, cuda:1, ..."
+        ) from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"there is no device {name} here: torch sees {count} GPUs")
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise ConfigError(f"cannot train on {name!r}; known: cpu, cuda, cuda:0, cuda:1, ...")
+    return CPU
+
+
+class Towers:
+    """One thread uses it. `models` are alike; each is moved to the device of the same number."""
+
+    def __init__(
+        self, models: Sequence[FlatModel], devices: Sequence[torch.device], *, amp: bool = False
+    ) -> None:
+        self.models = list(models)
+        self.devices = list(devices)
+        self.model = self.models[0]
+        """The first tower's, for whoever wants to look at one."""
+        self._amp = amp
+        self._is_plain = self.devices == [CPU]
+        self._weights: list[float] = []
+        self._pinned: dict[int, bool] = {}
+        if self._is_plain:
+            self.landing = self.model.params
+            """Where the servers' parameters arrive, in the CPU's memory."""
+            return
+        self.landing = torch.empty_like(self.model.params, device=CPU)
+        self.landing.copy_(self.model.params)
+        for model, device in zip(self.models, self.devices, strict=True):
+            model.move(device)
+        self._gradients = [torch.empty_like(model.params) for model in self.models]
+
+    @property
+    def first_device(self) -> torch.device:
+        return self.devices[0]
+
+    def train(self) -> None:
+        for model in self.models:
+            model.module.train()
+
+    def check_identity(self) -> None:
+        for model in self.models:
+            model.check_identity()
+
+    def seed(self, seed: int) -> None:
+        """Make what the forward passes draw depend on nothing but `seed`."""
+        torch.default_generator.manual_seed(seed)
+        for number, device in enumerate(dict.fromkeys(self.devices)):
+            if device.type == "cuda":
+                assert device.index is not None
+                torch.cuda.default_generators[device.index].manual_seed(seed + number)
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def adopt(self, landing: Tensor) -> None:
+        """From now on the servers' parameters arrive there."""
+        self.landing = landing
+        if self._is_plain:
+            self.model.adopt(landing)
+
+    def loaded(self) -> list[str]:
+        """Make every model show what has arrived; returns the names of parameters that had been
+        given other memory, and were put back."""
+        if self._is_plain:
+            return self.model.loaded()
+        self._pin(self.landing)
+        moved: list[str] = []
+        for model in self.models:
+            model.params.copy_(self.landing, non_blocking=True)
+            moved += model.loaded()
+        return moved
+
+    def read_buffers(self, floats: Tensor, ints: Tensor) -> None:
+        for model in self.models:
+            model.read_buffers(floats, ints)
+
+    def write_buffers(self, floats: Tensor, ints: Tensor) -> None:
+        """Of several towers the mean of the float ones, and the largest of the integer ones."""
+        self.model.write_buffers(floats, ints)
+        if len(self.models) == 1 or not (floats.numel() or ints.numel()):
+            return
+        more_floats, more_ints = torch.empty_like(floats), torch.empty_like(ints)
+        for number, model in enumerate(self.models[1:], start=2):
+            model.write_buffers(more_floats, more_ints)
+            floats.lerp_(more_floats, 1 / number)
+            torch.maximum(ints, more_ints, out=ints)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def deal(self, batch: Batch) -> Parts:
+        """Cut a batch, which is on the first device, into as many parts as there are towers; where
+        examples are too few the last towers get none."""
+        if len(self.models) == 1:
+            return [(1.0, batch)]
+        count = batch_length(batch)
+        cuts = [count * k // len(self.models) for k in range(len(self.models) + 1)]
+        return [
+            ((hi - lo) / count, _part(batch, lo, hi, device))
+            for lo, hi, device in zip(cuts[:-1], cuts[1:], self.devices, strict=True)
+        ]
+
+    def compute(self, loss: Callable[[nn.Module, Batch], Tensor], parts: Parts) -> float:
+        """The mean loss over all parts; the gradients stay in the parameters."""
+        self._weights = [weight for weight, _ in parts]
+        found: list[Tensor] = []
+        for model, (weight, part) in zip(self.models, parts, strict=True):
+            if not weight:
+                continue
+            with self._precision(model):
+                value = loss(model.module, part)
+            _check_loss(value)
+            value.backward()  # type: ignore[no-untyped-call]
+            found.append(value.detach() if weight == 1.0 else value.detach() * weight)
+        return float(sum(value.item() for value in found))
+
+    def take_gradient(self, slices: Sequence[Tensor]) -> list[bool]:
+        """Write the mean gradient into `slices`, which together make up the flat vector, and let go
+        of it. Returns, for each tensor, whether it got one."""
+        if self._is_plain:
+            return self.model.take_gradient(slices)
+        present = [
+            model.take_gradient([gradient])
+            for model, gradient in zip(self.models, self._gradients, strict=True)
+        ]
+        total = self._gradients[0]
+        if len(self.models) > 1:
+            total.mul_(self._weights[0])
+            for weight, gradient in zip(self._weights[1:], self._gradients[1:], strict=True):
+                if weight:
+                    total.add_(gradient.to(total.device, non_blocking=True), alpha=weight)
+        lo = 0
+        for piece in slices:
+            self._pin(piece)
+            piece.copy_(total[lo : lo + piece.numel()], non_blocking=True)
+            lo += piece.numel()
+        if total.device.type == "cuda":
+            torch.cuda.current_stream(total.device).synchronize()
+        return [any(column) for column in zip(*present, strict=True)]
+
+    def _precision(self, model: FlatModel) -> contextlib.AbstractContextManager[Any]:
+        if not self._amp:
+            return contextlib.nullcontext()
+        return torch.autocast(model.params.device.type, dtype=torch.bfloat16)
+
+    # -- pinned memory -------------------------------------------------------------------------
+
+    def _pin(self, tensor: Tensor) -> None:
+        """Have CUDA know this memory, which it then copies from and to by itself. Where that is not
+        possible, copies are slower."""
+        if self.first_device.type != "cuda" or tensor.data_ptr() in self._pinned:
+            return
+        size = tensor.numel() * tensor.element_size()
+        done = int(_cudart().cudaHostRegister(tensor.data_ptr(), size, 0)) == 0
+        self._pinned[tensor.data_ptr()] = done
+
+    def unpin(self) -> None:
+        """Before the memory that was used so far goes away."""
+        for address, done in self._pinned.items():
+            if done:
+                _cudart().cudaHostUnregister(address)
+        self._pinned = {}
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _part(batch: Batch, lo: int, hi: int, device: torch.device) -> Batch:
+    return map_tensors(batch, lambda tensor: tensor[lo:hi].to(device, non_blocking=True))
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        found = "one that depends on no parameter"
+    else:
+        return
+    raise RecipeError(f"the recipe's loss must return a tensor of one number, not {found}")
