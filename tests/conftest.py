@@ -1,6 +1,7 @@
 """Fixtures for all tests; among them one that fails a test which leaves something running."""
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +11,22 @@ import pytest
 from helpers import toy_recipe
 
 from offbeat import Recipe
+from offbeat.engines import inproc
+from offbeat.roles import evaluator, master, server
 
 FRAMEWORK_THREADS = ("pytest_timeout", "pydevd")
+
+# What a shell runs in its background ignores Ctrl-C, and so would every process that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Runs in this process are over in no time: whoever looks up now and then does so more often here.
+for module, name in (
+    (evaluator, "POLL_S"),
+    (inproc, "REFRESH_S"),
+    (master, "POLL_S"),
+    (server, "POLL_S"),
+):
+    setattr(module, name, getattr(module, name) / 10)
 
 
 @pytest.fixture(autouse=True)

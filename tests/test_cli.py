@@ -152,12 +152,15 @@ def test_a_signal_from_outside_ends_cleanly_with_a_checkpoint(
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "gradients/s" in line:
-            break
-    process.send_signal(number)
-    out, error = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "gradients/s" in line:
+                break
+        process.send_signal(number)
+        out, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, error
     assert "interrupted; go on with: offbeat train --resume r" in error
     assert "Ctrl-C again to give up" in out

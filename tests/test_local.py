@@ -102,13 +102,18 @@ def assert_same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+    ("number", "servers"),
+    [
+        (signal.SIGTERM, "1"),
+        pytest.param(signal.SIGTERM, "2", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
-    start: Start, number: signal.Signals
+    start: Start, number: signal.Signals, servers: str
 ) -> None:
     """With batch norm, dropout, augmentation, Adam and a moving average, to the bit."""
-    flags = ("--discipline", "sync", "--servers", "2", "--steps", "800", "--eval-every", "300")
+    flags = ("--discipline", "sync", "--servers", servers, "--steps", "800", "--eval-every", "300")
     run = start(*flags, recipe="dropout")
     run.wait_for_steps(100)
     began = time.monotonic()

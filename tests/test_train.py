@@ -519,7 +519,7 @@ def test_a_worker_goes_on_only_when_every_server_has_replied(tmp_path: Path) -> 
     worker = Worker(
         job,
         0,
-        job.make_model(),
+        job.make_towers(0, job.make_model()),
         InprocNetwork(listeners),
         events=events,
         log=logging.Logger("test"),
