@@ -172,6 +172,9 @@ class TrainConfig:
         yes_or_no,
         "write RUN/tensorboard (needs the extra: pip install 'offbeat[tensorboard]')",
     )
+    log_every: int = _option(
+        0, whole, "print a line every so many steps of rank 0, as the recipe words it; 0: none"
+    )
     quiet: bool = _option(False, yes_or_no, "print the result only")
 
     @property
@@ -226,6 +229,7 @@ _LEAST = {
     "eval_every": 0,
     "checkpoint_every": 1,
     "keep": 1,
+    "log_every": 0,
 }
 
 

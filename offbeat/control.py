@@ -23,7 +23,8 @@ ORPHAN_TIMEOUT_S = 5.0
 class Control:
     """The line between a role's process and the engine that started it: lines of JSON.
 
-    up:    {"status": {...}} several times a second; {"failed": {...}} before a bad end
+    up:    {"status": {...}} several times a second; {"failed": {...}} before a bad end;
+           {"line": "..."} for the user to see
     down:  {"stop": true}
 
     A thread of its own reports, whatever the rest of the process is busy with.
@@ -59,6 +60,10 @@ class Control:
         self._report()
         if self._line is not None:
             self._line.close()
+
+    def say(self, line: str) -> None:
+        """Have the engine show a line."""
+        self._send({"line": line})
 
     def fail(self, error: BaseException) -> None:
         """Tell the engine why this process ends."""

@@ -157,10 +157,17 @@ class Job:
         config = self.config
         if config.steps is not None:
             return config.steps
-        if self.facts.num_examples is None:
+        per_epoch = self.batches_per_epoch(rank)
+        if per_epoch is None:
             return None
         assert config.epochs is not None
-        return config.epochs * self._share(rank).num_batches(self.facts.num_examples)
+        return config.epochs * per_epoch
+
+    def batches_per_epoch(self, rank: int) -> int | None:
+        """How many steps worker `rank` takes to go through its share, where that is known."""
+        if self.facts.num_examples is None:
+            return None
+        return self._share(rank).num_batches(self.facts.num_examples)
 
     def batches(
         self, rank: int, start: int = 0, device: torch.device = CPU

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,32 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     trained = offbeat.load(result.run_dir)
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(trained[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+# -- lines on the console --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["alexnet", "mnist-sigmoid"])
+def test_the_seeds_console_lines(
+    name: str, made_up: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(name)
+    x, y = images(40, 3, 32, 32)
+    if name == "mnist-sigmoid":
+        x = torch.rand(40, 784)
+    recipe = dataclasses.replace(recipe, data=lambda config: ((x, y), None))
+    options = {"workers": 2, "batch_size": 5, "epochs": 2, "engine": "inproc"}
+    offbeat.train(recipe, log_every=3, run_dir=tmp_path / "r", **options)
+    out = capsys.readouterr().out
+    if name == "alexnet":
+        pattern = (
+            r"^\S+ \S+: step 3, loss = \d\.\d\d \(\d+\.\d examples/sec; \d\.\d{3} sec/batch\)$"
+        )
+    else:
+        pattern = r"^Step: \d+, Epoch: 2, Batch: 2 of 4, Cost: \d+\.\d{4}, AvgTime: \d+\.\d\dms$"
+    assert len(re.findall(pattern, out, re.MULTILINE)) == 1, out
+    lines = [line for line in out.splitlines() if "step" in line.lower() and "=" in line + "="]
+    assert sum(line.startswith("Step:") or ": step " in line for line in lines) == 2, "3 and 6 of 8"
 
 
 # -- real data -------------------------------------------------------------------------------------

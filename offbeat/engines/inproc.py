@@ -71,6 +71,7 @@ class InprocEngine:
                 stop=self._give_up,
                 incarnation=incarnation,
                 summaries=of_steps if rank == 0 else None,
+                say=display.notice if rank == 0 else None,
                 **self._means(f"worker-{rank}"),
             )
             for rank, model in enumerate(of_workers)

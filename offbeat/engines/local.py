@@ -258,6 +258,8 @@ class LocalEngine:
         *lines, process.unread = (process.unread + received).split(b"\n")
         for line in lines:
             message = json.loads(line)
+            if "line" in message:
+                self.display.notice(message["line"])
             process.status.update(message.get("status", {}))
             process.failure = message.get("failed", process.failure)
 

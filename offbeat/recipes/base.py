@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,31 @@ def accuracy(model: nn.Module, batch: Any) -> tuple[float, int]:
     inputs, labels = batch
     right = (model(inputs).argmax(dim=-1) == labels).sum().item()
     return float(right), labels.numel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLog:
+    """What there is to say of a step on the console. Times are means since the line before."""
+
+    step: int
+    """Of this worker, from 1."""
+    version: int
+    """Updates that were in shard 0 when the step was over."""
+    epoch: int
+    batch: int
+    """Within the epoch; both from 1."""
+    num_batches: int | None
+    loss: float
+    examples_per_s: float
+    step_s: float
+
+
+def log_line(log: StepLog) -> str:
+    """As the seeds' CIFAR programs have it."""
+    return (
+        f"{datetime.now()}: step {log.step}, loss = {log.loss:.2f} "
+        f"({log.examples_per_s:.1f} examples/sec; {log.step_s:.3f} sec/batch)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +92,8 @@ class Recipe:
     thread that is a few ahead."""
     by_feed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What is different under one of the two."""
+    log_line: Callable[[StepLog], str] = log_line
+    """How --log-every words a line."""
     batch_size: int = 100
     epochs: int = 1
 
@@ -80,7 +108,7 @@ class Recipe:
                 "a recipe's model must be a function that makes a new one, as lambda: Net(); every "
                 "worker needs a model of its own"
             )
-        for name in ("model", "data", "loss", "metric", "schedule"):
+        for name in ("model", "data", "loss", "metric", "schedule", "log_line"):
             if not callable(getattr(self, name)):
                 raise RecipeError(f"a recipe's {name} must be a function")
         if not isinstance(self.optimizer, Optimizer):

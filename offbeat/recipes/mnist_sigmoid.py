@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from offbeat.config import TrainConfig
 from offbeat.data.datasets import Pair, load_dataset
 from offbeat.optim import SGD
-from offbeat.recipes.base import Recipe
+from offbeat.recipes.base import Recipe, StepLog
 
 NUM_HELD_OUT = 5_000
 """The first so many training images are kept for validation, so that an epoch is 550 batches of
@@ -42,11 +42,19 @@ def _flat(images: Tensor) -> Tensor:
     return images.flatten(1).float().div_(255)
 
 
+def log_line(log: StepLog) -> str:
+    return (
+        f"Step: {log.version}, Epoch: {log.epoch}, Batch: {log.batch} of {log.num_batches}, "
+        f"Cost: {log.loss:.4f}, AvgTime: {1e3 * log.step_s:.2f}ms"
+    )
+
+
 recipe = Recipe(
     model=make_model,
     data=load_data,
     loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
     optimizer=SGD(lr=5e-4),
+    log_line=log_line,
     batch_size=100,
     epochs=20,
 )

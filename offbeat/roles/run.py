@@ -240,6 +240,7 @@ def _make_worker(
     stop: threading.Event,
     summaries: StepSummaries | None = None,
 ) -> Worker:
+    say = means.control.say if rank == 0 else None
     return Worker(
         means.job,
         rank,
@@ -252,6 +253,7 @@ def _make_worker(
         incarnation=incarnation,
         seeds_torch=True,
         summaries=summaries,
+        say=say,
     )
 
 

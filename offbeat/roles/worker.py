@@ -22,6 +22,7 @@ from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.events import EventLog
 from offbeat.job import Job
 from offbeat.randomness import make_seed
+from offbeat.recipes.base import StepLog
 from offbeat.shard import usable
 from offbeat.summaries import StepSummaries
 from offbeat.towers import Towers
@@ -72,9 +73,11 @@ class Worker:
         incarnation: int = 0,
         seeds_torch: bool = False,
         summaries: StepSummaries | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
-        from torch's own generator can be made to depend on nothing but seed, rank and step."""
+        from torch's own generator can be made to depend on nothing but seed, rank and step. `say`
+        shows the user the lines that --log-every asks for."""
         self.job = job
         self.rank = rank
         self.towers = towers
@@ -86,6 +89,9 @@ class Worker:
         self._incarnation = incarnation
         self._seeds_torch = seeds_torch
         self._summaries = summaries
+        self._say = say if job.config.log_every else None
+        self._said = (0.0, 0, 0)
+        """When a line was shown last, after how many steps and examples."""
         self._events = events
         self._clock = clock
         self._stop = stop
@@ -204,6 +210,8 @@ class Worker:
             replies = [self._await(shard) for shard in range(len(self._links))]
             versions = self._take_in(replies)
             self._account(batch, loss)
+            if self._say is not None:
+                self._log_step(self._say, epoch, loss, start_s)
             self._events.record_line(
                 _step_line,
                 self.rank,
@@ -302,6 +310,30 @@ class Worker:
         self.stats.num_steps += 1
         self.stats.num_examples += batch_length(batch)
         self.stats.loss = loss
+
+    def _log_step(
+        self, say: Callable[[str], None], epoch: int, loss: float, start_s: float
+    ) -> None:
+        if self.stats.num_steps == 1:
+            self._said = (start_s, 0, 0)
+        if self.step % self.job.config.log_every:
+            return
+        stats, (since_s, steps, examples) = self.stats, self._said
+        now_s = self._clock()
+        time_s = max(now_s - since_s, 1e-9)
+        num_batches = self.job.batches_per_epoch(self.rank)
+        log = StepLog(
+            step=self.step,
+            version=self._seen[0],
+            epoch=epoch + 1,
+            batch=(self.step - 1) % num_batches + 1 if num_batches else self.step,
+            num_batches=num_batches,
+            loss=loss,
+            examples_per_s=(stats.num_examples - examples) / time_s,
+            step_s=time_s / max(1, stats.num_steps - steps),
+        )
+        say(self.job.recipe.log_line(log))
+        self._said = (now_s, stats.num_steps, stats.num_examples)
 
 
 def _step_line(
