@@ -6,6 +6,7 @@ same machine may be twice as fast an hour later:
     exchange   gradient up, update, parameters back, beside two plain copies of the same size
     train      each discipline, beside the ceiling (the same workers, who exchange with nobody) and
                beside torch's DistributedDataParallel on gloo
+    norm       a step with the fast local response normalisation, beside one with torch's
 
 The flags are in cli.py. This module is also what the processes of a benchmark run, as
 `python -m offbeat.bench server|ceiling|ddp ...`, and where the engine's processes find its recipes.
@@ -43,6 +44,7 @@ from offbeat.errors import ConnectionClosedError, RunError
 from offbeat.events import EventLog, read_events
 from offbeat.job import Facts, Job, make_job, rejoin_job
 from offbeat.optim import SGD
+from offbeat.recipes import alexnet
 from offbeat.recipes import mnist_sigmoid as sigmoid
 from offbeat.recipes.base import Recipe, load_recipe
 from offbeat.roles.server import Server
@@ -346,6 +348,43 @@ class _NoNetwork(Network):
         self, shard: int, hello: Message, layout: Layout, timeout_s: float
     ) -> base.CallEnd:
         raise ConnectionClosedError("there is no server here")
+
+
+# -- norm ------------------------------------------------------------------------------------------
+
+
+def norm(*, batch_size: int, rounds: int) -> list[Row]:
+    """A step of the recipe alexnet on the CPU, one thread: with torch's own local response
+    normalisation, and with offbeat.layers' one."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(batch_size, 3, alexnet.SIZE, alexnet.SIZE, generator=generator)
+        batch = inputs, torch.randint(0, 10, (batch_size,), generator=generator)
+        ours, theirs = alexnet.AlexNet(), alexnet.AlexNet()
+        for name in ("norm1", "norm2"):
+            own = getattr(ours, name)
+            plain = nn.LocalResponseNorm(own.size, own.alpha, own.beta, own.k)
+            setattr(theirs, name, plain)
+        times = [[_time_step(model, batch) for model in (theirs, ours)] for _ in range(1 + rounds)]
+    finally:
+        torch.set_num_threads(num_threads)
+    torchs, mine = zip(*times[1:], strict=True)
+    rows: list[Row] = []
+    for name, found in (("torch's", torchs), ("offbeat's", mine)):
+        row: Row = {"normalisation": name, "step, ms": [1e3 * time_s for time_s in found]}
+        row["times as fast"] = [a / b for a, b in zip(torchs, found, strict=True)]
+        rows.append(row)
+    return rows
+
+
+def _time_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    start_s = time.perf_counter()
+    alexnet.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    taken_s = time.perf_counter() - start_s
+    model.zero_grad()
+    return taken_s
 
 
 # -- figures ---------------------------------------------------------------------------------------

@@ -237,7 +237,15 @@ def _add_benchmarks(add: Callable[..., argparse.ArgumentParser]) -> None:
         default=",".join(BENCH_DISCIPLINES),
         help=f"default: {','.join(BENCH_DISCIPLINES)}",
     )
-    for parser in (exchange, train):
+    norm = add(
+        "norm",
+        help="a CIFAR step with the fast local response normalisation, beside torch's",
+        description="What the fast local response normalisation gains on the CPU, one thread.",
+        allow_abbrev=False,
+    )
+    norm.add_argument("--batch-size", metavar="N", type=_count, default=128, help="default: 128")
+    norm.add_argument("--rounds", metavar="N", type=_count, default=7, help="default: 7")
+    for parser in (exchange, train, norm):
         parser.add_argument("--json", metavar="FILE", help="write every round's figures here too")
 
 
@@ -376,7 +384,9 @@ def _bench(known: argparse.Namespace) -> int:
     with _signals_as_ctrl_c():
         from offbeat import bench
 
-        rows = bench.exchange(**given) if known.benchmark == "exchange" else bench.train(**given)
+        kinds: dict[str, Callable[..., Any]]
+        kinds = {"exchange": bench.exchange, "train": bench.train, "norm": bench.norm}
+        rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}
     print(bench.machine())
     print(*bench.table(rows), sep="\n")

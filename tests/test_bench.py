@@ -85,3 +85,10 @@ def test_what_is_wrong_with_the_flags_is_said_in_a_line(
 def test_the_models_are_as_large_as_they_should_be(recipe: str, size: int) -> None:
     model = getattr(bench, recipe).model()
     assert sum(parameter.numel() for parameter in model.parameters()) == size
+
+
+def test_the_normalisations_are_timed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "norm", "--batch-size", "2", "--rounds", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["normalisation", "torch's", "offbeat's"]
+    assert lines[2].split()[-2:] == ["1.00", "(1.00..1.00)"]
