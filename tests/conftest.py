@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import toy_recipe
 
 from offbeat import Recipe
@@ -27,6 +28,13 @@ for module, name in (
     (server, "POLL_S"),
 ):
     setattr(module, name, getattr(module, name) / 10)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are the same with and without a GPU, but for those that are about one."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)

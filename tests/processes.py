@@ -52,11 +52,12 @@ class LocalRun:
         file = folder / "recipes.py"
         file.write_text(RECIPE_FILE)
         given = list(flags)
+        device = () if "--devices" in flags else ("--device", "cpu")
         if "--resume" not in flags:
             given += ["--recipe", f"{file}:{recipe}", "--run-dir", str(self.run_dir)]
         self.output = (folder / f"{run}.out").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "offbeat", "train", "--threads", "1", *given],
+            [sys.executable, "-m", "offbeat", "train", "--threads", "1", *device, *given],
             stdout=self.output,
             stderr=subprocess.STDOUT,
             cwd=folder,

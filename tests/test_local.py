@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -309,3 +310,12 @@ def test_export_writes_what_load_gives(start: Start, tmp_path: Path) -> None:
         assert_same(load_file(target), offbeat.load(run.run_dir, ema=ema))
     assert main(["export", str(run.run_dir), str(tmp_path / "no" / "file")]) == 1
     assert json.loads((run.run_dir / "config.json").read_text())["config"]["engine"] == "inproc"
+
+
+@pytest.mark.slow
+def test_towers_and_lines_on_the_console_in_processes(start: Start) -> None:
+    run = start("--devices", "cpu,cpu", "--steps", "40", "--batch-size", "3", "--log-every", "10")
+    assert run.wait() == 0, run.text()
+    assert run.summary()["gradients"] == 80 and run.summary()["examples"] == 80 * 6
+    lines = re.findall(r"step (\d+), loss = \d+\.\d\d \(\d+\.\d examples/sec; ", run.text())
+    assert lines == ["10", "20", "30", "40"], "rank 0's"

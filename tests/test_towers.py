@@ -15,7 +15,7 @@ from offbeat.data.batches import map_tensors, prepared_ahead
 from offbeat.errors import ConfigError
 from offbeat.towers import CPU, Towers, find_devices
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+HAS_GPU = torch.cuda.is_available()
 
 
 def train(**options: Any) -> dict[str, torch.Tensor]:
@@ -185,7 +185,8 @@ def test_map_tensors_keeps_the_form() -> None:
 # -- on a GPU --------------------------------------------------------------------------------------
 
 
-@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here")
 @pytest.mark.parametrize("devices", ["cuda:0", "cuda:0,cuda:0", "cuda:0,cpu"])
 def test_a_gpu_learns_what_the_cpu_learns(devices: str, tmp_path: Path) -> None:
     options = {"workers": 1, "epochs": 3}
@@ -196,7 +197,8 @@ def test_a_gpu_learns_what_the_cpu_learns(devices: str, tmp_path: Path) -> None:
         torch.testing.assert_close(there[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here")
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_processes_share_a_gpu(discipline: str, tmp_path: Path) -> None:
     result = offbeat.train(

@@ -83,7 +83,8 @@ class Recipe:
     schedule: Schedule = field(default_factory=constant)
     """(version, expected number of updates) -> what the learning rate is multiplied by."""
     augment: Callable[[Any, torch.Generator], Any] | None = None
-    """(training batch, the generator to draw from) -> the batch to train on."""
+    """(training batch, the generator to draw from) -> the batch to train on. On a GPU batch and
+    generator are there, and so is what torch makes in this function, unless it says otherwise."""
     ema: float | None = None
     """Decay of the moving average of the parameters, which is what gets evaluated; None: no
     average."""
