@@ -104,17 +104,12 @@ convnet = Recipe(
 def exchange(*, sizes: Sequence[float], rounds: int, transports: Sequence[str]) -> list[Row]:
     """Time exchanges of so many MB each way over each transport, in rounds that go through all of
     them."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with contextlib.ExitStack() as stack:
-            cases = [(transport, size) for transport in transports for size in sizes]
-            pairs = [stack.enter_context(_joined(*case)) for case in cases]
-            times = [[pair.time_round() for pair in pairs] for _ in range(1 + rounds)]
-            for pair in pairs:
-                pair.check()
-    finally:
-        torch.set_num_threads(num_threads)
+    with _one_thread(), contextlib.ExitStack() as stack:
+        cases = [(transport, size) for transport in transports for size in sizes]
+        pairs = [stack.enter_context(_joined(*case)) for case in cases]
+        times = [[pair.time_round() for pair in pairs] for _ in range(1 + rounds)]
+        for pair in pairs:
+            pair.check()
     rows: list[Row] = []
     for (transport, size), found in zip(cases, zip(*times[1:], strict=True), strict=True):
         row: Row = {"transport": transport, "MB": f"{size:g}"}
@@ -356,20 +351,13 @@ class _NoNetwork(Network):
 def norm(*, batch_size: int, rounds: int) -> list[Row]:
     """A step of the recipe alexnet on the CPU, one thread: with torch's own local response
     normalisation, and with offbeat.layers' one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        generator = torch.Generator().manual_seed(1)
-        inputs = torch.randn(batch_size, 3, alexnet.SIZE, alexnet.SIZE, generator=generator)
-        batch = inputs, torch.randint(0, 10, (batch_size,), generator=generator)
-        ours, theirs = alexnet.AlexNet(), alexnet.AlexNet()
-        for name in ("norm1", "norm2"):
-            own = getattr(ours, name)
-            plain = nn.LocalResponseNorm(own.size, own.alpha, own.beta, own.k)
-            setattr(theirs, name, plain)
+    batch = _noise(batch_size, 3, alexnet.SIZE, alexnet.SIZE)
+    ours, theirs = alexnet.AlexNet(), alexnet.AlexNet()
+    for name in ("norm1", "norm2"):
+        own = getattr(ours, name)
+        setattr(theirs, name, nn.LocalResponseNorm(own.size, own.alpha, own.beta, own.k))
+    with _one_thread():
         times = [[_time_step(model, batch) for model in (theirs, ours)] for _ in range(1 + rounds)]
-    finally:
-        torch.set_num_threads(num_threads)
     torchs, mine = zip(*times[1:], strict=True)
     rows: list[Row] = []
     for name, found in (("torch's", torchs), ("offbeat's", mine)):
@@ -385,6 +373,16 @@ def _time_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     taken_s = time.perf_counter() - start_s
     model.zero_grad()
     return taken_s
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 # -- figures ---------------------------------------------------------------------------------------

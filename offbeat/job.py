@@ -273,7 +273,7 @@ def make_job(config: TrainConfig, recipe: Recipe, checkpoint: Checkpoint | None 
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
     config = _resolve_length(config, recipe)
-    find_devices(config.devices or config.device, 0)
+    find_devices(config.devices or config.device, 0)  # one that is not here is a usage error
     manifest = describe(_seeded_model(recipe, config.seed))
     _check_groups(optimizer, manifest)
     if config.servers > manifest.num_elements:

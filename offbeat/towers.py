@@ -64,6 +64,7 @@ class Towers:
         self.devices = list(devices)
         self.model = self.models[0]
         """The first tower's, for whoever wants to look at one."""
+        self._gpus = [d for d in dict.fromkeys(self.devices) if d.type == "cuda"]
         self._amp = amp
         self._is_plain = self.devices == [CPU]
         self._weights: list[float] = []
@@ -93,10 +94,9 @@ class Towers:
     def seed(self, seed: int) -> None:
         """Make what the forward passes draw depend on nothing but `seed`."""
         torch.default_generator.manual_seed(seed)
-        for number, device in enumerate(dict.fromkeys(self.devices)):
-            if device.type == "cuda":
-                assert device.index is not None
-                torch.cuda.default_generators[device.index].manual_seed(seed + number)
+        for number, device in enumerate(self._gpus):
+            assert device.index is not None
+            torch.cuda.default_generators[device.index].manual_seed(seed + number)
 
     # -- parameters ----------------------------------------------------------------------------
 

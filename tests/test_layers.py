@@ -41,7 +41,7 @@ def test_fewer_channels_than_neighbours() -> None:
     torch.testing.assert_close(ours, nn.LocalResponseNorm(9, alpha=1e-1)(x))
 
 
-def test_gradients_hold_in_double_checked_numerically() -> None:
+def test_gradients_are_the_slopes_that_small_steps_find() -> None:
     norm = LocalResponseNorm(3, alpha=0.5, beta=0.75, k=1.0)
     x = torch.randn(1, 4, 2, 2, requires_grad=True)
     step = 1e-2

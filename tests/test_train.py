@@ -1,10 +1,11 @@
 """Training in one process, from the configuration to the run's folder."""
 
+import contextlib
 import json
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -709,24 +710,33 @@ class ScriptedNetwork(Network):
         return self.servers[shard]
 
 
+def run_master(
+    folder: RunFolder,
+    servers: list[ScriptedServer],
+    watch: Callable[[Sequence[Status]], None] = lambda statuses: None,
+    **options: Any,
+) -> str:
+    folder.checkpoints.mkdir()
+    job = toy_job(servers=len(servers), workers=1, **options)
+    with contextlib.closing(EventLog(folder.path / "master.jsonl")) as events:
+        master = Master(
+            job,
+            ScriptedNetwork(servers),
+            folder,
+            job.make_model(),
+            events=events,
+            log=logging.Logger("test"),
+            clock=lambda: 0.0,
+            stop=threading.Event(),
+            watch=watch,
+        )
+        return master.run()
+
+
 def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_path: Path) -> None:
     servers = [ScriptedServer([0, 10, 21, 40]), ScriptedServer([0, 11, 20, 40])]
     folder = RunFolder(tmp_path)
-    folder.checkpoints.mkdir()
-    events = EventLog(tmp_path / "master.jsonl")
-    job = toy_job(servers=2, workers=1, eval_every=10)
-    master = Master(
-        job,
-        ScriptedNetwork(servers),
-        folder,
-        job.make_model(),
-        events=events,
-        log=logging.Logger("test"),
-        clock=lambda: 0.0,
-        stop=threading.Event(),
-    )
-    assert master.run() == "finished"
-    events.close()
+    assert run_master(folder, servers, eval_every=10) == "finished"
     names = sorted(path.name for path in folder.checkpoints.iterdir())
     assert names == ["00000000", "00000040"]
     assert servers[0].asked == servers[1].asked == [0, 10, 20, 30, 0]
@@ -735,28 +745,12 @@ def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_pa
 
 def test_a_master_that_fails_lets_the_servers_go(tmp_path: Path) -> None:
     servers = [ScriptedServer([0, 10, 20]), ScriptedServer([0, 10, 20])]
-    folder = RunFolder(tmp_path)
-    folder.checkpoints.mkdir()
-    job = toy_job(servers=2, workers=1)
-    events = EventLog(tmp_path / "master.jsonl")
 
     def watch(statuses: Sequence[Status]) -> None:
         raise RuntimeError("the pen broke")
 
-    master = Master(
-        job,
-        ScriptedNetwork(servers),
-        folder,
-        job.make_model(),
-        events=events,
-        log=logging.Logger("test"),
-        clock=lambda: 0.0,
-        stop=threading.Event(),
-        watch=watch,
-    )
     with pytest.raises(RuntimeError, match="the pen broke"):
-        master.run()
-    events.close()
+        run_master(RunFolder(tmp_path), servers, watch)
     for server in servers:
         assert server.reason.startswith("the master failed: RuntimeError: the pen broke")
 

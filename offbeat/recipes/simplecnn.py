@@ -1,6 +1,7 @@
 """CIFAR-10 or CIFAR-100 with two convolutions and one wide linear layer."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,12 +67,4 @@ recipe = Recipe(
     batch_size=64,
     epochs=100,
 )
-recipe_100 = Recipe(
-    model=partial(make_model, 100),
-    data=partial(load_data, "cifar100"),
-    loss=recipe.loss,
-    optimizer=recipe.optimizer,
-    augment=scale_and_flip,
-    batch_size=recipe.batch_size,
-    epochs=recipe.epochs,
-)
+recipe_100 = replace(recipe, model=partial(make_model, 100), data=partial(load_data, "cifar100"))

@@ -163,7 +163,7 @@ def _run_master(means: _Means, index: int) -> None:
         means.job,
         ClusterNetwork(means.folder),
         means.folder,
-        means.job.make_model(),
+        worker.towers.model,
         events=books,
         log=means.log,
         clock=means.clock,

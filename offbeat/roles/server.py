@@ -524,7 +524,9 @@ def state_from(message: Message, tensors: Mapping[str, Tensor]) -> ShardState:
 
 def _cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:
     """Cut actions where an Apply follows a Reply: what was replied so far must leave before it."""
-    for index in range(1, len(actions)):
-        if isinstance(actions[index], Apply) and isinstance(actions[index - 1], Reply):
+    replied = False
+    for index, action in enumerate(actions):
+        if replied and isinstance(action, Apply):
             return actions[:index], actions[index:]
+        replied = replied or isinstance(action, Reply)
     return actions, ()
