@@ -5,7 +5,8 @@ OffbeatError
 │   ├── ConfigError         a flag, a configuration file or an argument
 │   ├── RecipeError         a recipe that cannot be found, or is not one
 │   ├── ModelError          a model that cannot be laid out flat
-│   ├── DataError           a dataset that is missing, cut short or not what it says it is
+│   ├── DataError           a dataset that is cut short or not what it says it is
+│   │   └── MissingDataError   one that is not there
 │   └── RunDirError         a run's folder that cannot be used
 └── RunError                something went wrong in a run; the command exits with 1
     ├── NonFiniteLossError  a worker's loss became NaN or infinite
@@ -45,6 +46,10 @@ class ModelError(UsageError):
 
 
 class DataError(UsageError):
+    pass
+
+
+class MissingDataError(DataError):
     pass
 
 

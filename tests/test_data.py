@@ -138,7 +138,7 @@ def test_missing_data_names_the_place_and_the_flag(tmp_path: Path) -> None:
         ("cifar10", "cifar-10-batches-bin"),
         ("cifar100", "cifar-100-binary"),
     ]:
-        with pytest.raises(DataError, match=f"data not found.*{folder}.*--data-dir"):
+        with pytest.raises(DataError, match=f"data not found.*{folder}.*--data-dir.*get {name}"):
             load_dataset(name, tmp_path)
     with pytest.raises(DataError, match="did you mean 'cifar10'"):
         load_dataset("cifar11", tmp_path)

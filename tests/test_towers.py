@@ -53,6 +53,27 @@ def test_towers_train_under_every_discipline(discipline: str, tmp_path: Path) ->
     assert result.summary["gradients"] == 2 * 15 * 12, "an example is used once per epoch"
 
 
+@pytest.mark.parametrize(
+    "discipline",
+    [d if d == "lock-free" else pytest.param(d, marks=pytest.mark.slow) for d in DISCIPLINES],
+)
+def test_towers_train_in_processes(discipline: str, tmp_path: Path) -> None:
+    result = offbeat.train(
+        "fashion-cnn",
+        discipline=discipline,
+        workers=2,
+        servers=2,
+        steps=6,
+        batch_size=10,
+        devices="cpu,cpu",
+        quiet=True,
+        run_dir=tmp_path / "r",
+    )
+    assert result.summary["gradients"] == 12
+    examples = sum(worker["examples"] for worker in result.summary["workers"])
+    assert examples == 12 * 2 * 10, "each tower has a batch of its own"
+
+
 def test_a_batch_of_fewer_examples_than_towers_is_dealt_out() -> None:
     job = toy_job()
     towers = Towers([job.make_model() for _ in range(3)], [CPU, CPU, CPU])

@@ -6,13 +6,14 @@ cifar100                  DATA_DIR/cifar-100-binary/{train,test}.bin, fine label
 fashion-mnist-sample      10,000 and 2,000 images of Fashion-MNIST, inside the package
 """
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
 from offbeat.data.files import read_cifar, read_idx_pair
-from offbeat.errors import DataError, nearest
+from offbeat.errors import DataError, MissingDataError, nearest
 
 Pair = tuple[Tensor, Tensor]
 
@@ -21,7 +22,11 @@ def load_dataset(name: str, data_dir: str | Path) -> tuple[Pair, Pair]:
     """The dataset called `name`, read from where its official files lie under `data_dir`."""
     if name not in _LOADERS:
         raise DataError(f"unknown dataset {name!r}; {nearest(name, _LOADERS)}")
-    return _LOADERS[name](Path(data_dir))
+    try:
+        return _LOADERS[name](Path(data_dir))
+    except MissingDataError as error:
+        fetch = f"offbeat data get {name} --data-dir {shlex.quote(str(data_dir))}"
+        raise MissingDataError(f"{error}; to fetch it: {fetch}") from error
 
 
 def _idx(folder: Path) -> tuple[Pair, Pair]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.errors import DataError
+from offbeat.errors import DataError, MissingDataError
 
 CIFAR_RECORDS_PER_FILE = 10_000
 _MOST_BYTES = 1 << 31
@@ -75,7 +75,7 @@ def read_cifar(
         try:
             raw = path.read_bytes()
         except FileNotFoundError as error:
-            raise DataError(_not_found(folder, name)) from error
+            raise _not_found(folder, name) from error
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
         expected = record * CIFAR_RECORDS_PER_FILE * num_files_each
@@ -93,13 +93,13 @@ def _find(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.exists():
             return path
-    raise DataError(_not_found(folder, f"{name} (or {name}.gz)"))
+    raise _not_found(folder, f"{name} (or {name}.gz)")
 
 
-def _not_found(folder: Path, name: str) -> str:
-    return (
-        f"data not found: there is no {name} in {folder}; put the official files there, or name "
-        f"the folder that holds {folder.name}/ with --data-dir"
+def _not_found(folder: Path, name: str) -> MissingDataError:
+    return MissingDataError(
+        f"data not found: there is no {name} in {folder}; --data-dir names the folder that holds "
+        f"{folder.name}/"
     )
 
 
