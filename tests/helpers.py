@@ -48,10 +48,15 @@ def toy_job(recipe: Recipe | None = None, **options: Any) -> Job:
 
 def plain_loop(job: Job, optimizer: torch.optim.Optimizer, module: nn.Module) -> nn.Module:
     """Ordinary PyTorch training on the batches of worker 0."""
+    total = job.facts.total_updates
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: job.recipe.schedule(step, total)
+    )
     for _, batch in job.batches(0):
         optimizer.zero_grad()
         job.recipe.loss(module, batch).backward()
         optimizer.step()
+        scheduler.step()
     return module
 
 
