@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.version import __version__
 
 if TYPE_CHECKING:
-    from offbeat.api import Result, export, load, resume, train
+    from offbeat.api import Result, evaluate, export, load, resume, train
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
@@ -42,6 +42,7 @@ _HOME = {
     "accuracy": "recipes.base",
     "constant": "optim",
     "cosine": "optim",
+    "evaluate": "api",
     "export": "api",
     "load": "api",
     "load_dataset": "data.datasets",
@@ -67,6 +68,7 @@ __all__ = [
     "accuracy",
     "constant",
     "cosine",
+    "evaluate",
     "export",
     "load",
     "load_dataset",

@@ -1,11 +1,13 @@
 """`train(...) -> Result`: the same thing as `offbeat train`, from Python."""
 
 import dataclasses
+import logging
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +18,16 @@ from torch import Tensor
 from offbeat.checkpoint import newest_checkpoint, write_weights
 from offbeat.config import TrainConfig, make_config, not_overruled
 from offbeat.control import Control
+from offbeat.engines.cluster import Reach, make_elsewhere
 from offbeat.engines.inproc import InprocEngine
 from offbeat.engines.local import LocalEngine
-from offbeat.errors import CheckpointError, RecipeError
+from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
-from offbeat.job import Job, make_job
+from offbeat.job import Facts, Job, make_job, rejoin_job
 from offbeat.progress import make_display
 from offbeat.recipes.base import Recipe, load_recipe
 from offbeat.report import summarise
-from offbeat.roles.evaluator import metric_name
+from offbeat.roles.evaluator import Evaluator, metric_name, score_line
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.summaries import check_installed
 
@@ -85,6 +88,51 @@ def export(run_dir: str | Path, file: str | Path, *, ema: bool = False) -> None:
     write_weights(Path(file), checkpoint.state_dict(ema=ema))
 
 
+def evaluate(
+    run_dir: str | Path,
+    *,
+    follow: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    recipe: Recipe | None = None,
+    data_dir: str | None = None,
+    device: str | None = None,
+) -> float | None:
+    """Score the newest checkpoint in a run's folder on its test data, each example once; with
+    `follow` each newest one until the run is over. Returns the last score; a line for each goes to
+    `say`. The run goes on undisturbed; nothing is written into its folder."""
+    folder = RunFolder(Path(run_dir))
+    config, described = folder.read_config()
+    config = dataclasses.replace(
+        config, data_dir=data_dir or config.data_dir, device=device or config.device
+    )
+    recipe = recipe or load_recipe(config.recipe)
+    job = rejoin_job(config, recipe, Facts(**described["job"]), {})
+    if job.test is None:
+        raise RecipeError(f"the recipe {config.recipe} has no test data: there is nothing to score")
+    scores: list[float] = []
+
+    def scored(version: int, metric: float) -> None:
+        scores.append(metric)
+        line = score_line(recipe, metric)
+        say(f"version {version}: {line}" if follow else line)
+
+    evaluator = Evaluator(
+        job,
+        job.make_model().module,
+        folder,
+        log=logging.getLogger("offbeat.eval"),
+        stop=threading.Event(),
+        scored=scored,
+        every=1,
+    )
+    if follow:
+        evaluator.gives_up = True
+        evaluator.run()
+    else:
+        evaluator.score(newest_checkpoint(folder.checkpoints))
+    return scores[-1] if scores else None
+
+
 def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
     """Train `recipe` (a Recipe, or what --recipe takes); `options` are train's flags by name.
 
@@ -117,77 +165,117 @@ def resume(run_dir: str | Path, recipe: Recipe | None = None, **options: Any) ->
     return resume_config(Path(run_dir), options, recipe)
 
 
-def train_config(config: TrainConfig, recipe: Recipe | None = None) -> Result:
-    """The same, from a configuration that is complete."""
+def train_config(
+    config: TrainConfig, recipe: Recipe | None = None, reach: Reach | None = None
+) -> Result:
+    """The same, from a configuration that is complete; with `reach`, as the master of a cluster."""
     began_s = time.monotonic()
-    _check_extras(config)
+    _check(config, reach)
     recipe = recipe or load_recipe(config.recipe)
-    job = make_job(config, recipe)
+    job = make_job(config, recipe, elastic=reach is not None)
     replicas = _make_replicas(job)
     folder = create_run_folder(job.config)
+    start = _Start(folder, began_s, reach, threads=config.threads)
     with folder.locked() as lock:
-        return _run(job, replicas, folder, began_s, lock=lock, incarnation=0)
+        return _run(job, replicas, start, lock=lock, incarnation=0)
 
 
 def resume_config(
-    run_dir: Path, options: Mapping[str, Any], recipe: Recipe | None = None
+    run_dir: Path,
+    options: Mapping[str, Any],
+    recipe: Recipe | None = None,
+    reach: Reach | None = None,
 ) -> Result:
     folder = RunFolder(run_dir)
     before, _ = folder.read_config()
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
-    _check_extras(config)
+    _check(config, reach)
     with folder.locked() as lock:
         checkpoint = newest_checkpoint(folder.checkpoints)
         began_s = time.monotonic() - summarise(folder)["total_time_s"]
-        job = make_job(config, recipe or load_recipe(config.recipe), checkpoint)
+        recipe = recipe or load_recipe(config.recipe)
+        job = make_job(config, recipe, checkpoint, elastic=reach is not None)
         replicas = _make_replicas(job)
         folder.state.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
-        return _run(job, replicas, folder, began_s, lock=lock, incarnation=incarnation)
+        start = _Start(folder, began_s, reach, threads=options.get("threads"))
+        return _run(job, replicas, start, lock=lock, incarnation=incarnation)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where and when a run begins; `threads`: of each worker, where the user said how many."""
+
+    folder: RunFolder
+    began_s: float
+    reach: Reach | None
+    threads: int | None
+
+    def clock(self) -> float:
+        return time.monotonic() - self.began_s
 
 
 def _make_replicas(job: Job) -> list[FlatModel]:
     """What the engine `inproc` needs; the other one only has to know that there can be several."""
     if job.config.engine == "inproc":
         return job.make_replicas(job.config.workers + 1)
-    job.make_replicas(2)
-    return []
+    replicas = job.make_replicas(2)
+    return replicas if job.config.engine == "cluster" else []
 
 
 def _run(
     job: Job,
     replicas: list[FlatModel],
-    folder: RunFolder,
-    began_s: float,
+    start: _Start,
     *,
     lock: int,
     incarnation: int,
 ) -> Result:
-    config, recipe = job.config, job.recipe
+    config, recipe, folder = job.config, job.recipe, start.folder
     more = {"metric": metric_name(recipe), "job": dataclasses.asdict(job.facts)}
     folder.write_json(folder.config, describe_run(config, **more))
     steps = [job.num_steps(rank) for rank in range(config.workers)]
     total = None if None in steps else sum(n for n in steps if n is not None)
     display = make_display(_title(job, folder), total, quiet=config.quiet)
     engine: InprocEngine | LocalEngine
-    if config.engine == "inproc":
-        clock = lambda: time.monotonic() - began_s  # noqa: E731
-        engine = InprocEngine(job, replicas, folder, display, clock, incarnation=incarnation)
+    if config.engine == "local":
+        engine = LocalEngine(
+            job, folder, display, start.began_s, lock=lock, incarnation=incarnation
+        )
     else:
-        engine = LocalEngine(job, folder, display, began_s, lock=lock, incarnation=incarnation)
+        elsewhere = None
+        if start.reach is not None:
+            elsewhere = make_elsewhere(
+                start.reach, job, folder, start.clock, display.notice, start.threads
+            )
+        engine = InprocEngine(
+            job,
+            replicas,
+            folder,
+            display,
+            start.clock,
+            incarnation=incarnation,
+            elsewhere=elsewhere,
+        )
     try:
         engine.run()
+        folder.cluster.unlink(missing_ok=True)
     finally:
         summary = summarise(folder)
         folder.write_json(folder.summary, summary)
     return Result(folder.path, summary)
 
 
-def _check_extras(config: TrainConfig) -> None:
+def _check(config: TrainConfig, reach: Reach | None) -> None:
     """Have what is missing said while there is no folder yet."""
     if config.tensorboard:
         check_installed()
+    if config.engine == "cluster" and reach is None:
+        raise ConfigError(
+            "the roles of a cluster are started one by one: offbeat role master --cluster FILE, "
+            "and so on"
+        )
 
 
 def _refuse_recursion() -> None:

@@ -195,7 +195,7 @@ def _open_server(listener: Listener, num_elements: int) -> Iterator[EventLog]:
         make_discipline("apply-reply", [0]),
         listener,
         index=0,
-        fingerprint=_HELLO["fingerprint"],
+        agreement=_HELLO,
         events=events,
         log=_silent_log(),
         clock=time.monotonic,
@@ -319,6 +319,8 @@ class _NoServer(base.WorkerEnd):
     @property
     def gradient_slot(self) -> Slot:
         return self._slot
+
+    pushed_slot = gradient_slot
 
     def push(self, header: Header) -> None:
         self._pushed = header

@@ -2,7 +2,9 @@
 
     offbeat train --discipline lock-free --workers 4
     offbeat train --resume RUN
+    offbeat eval RUN --follow
     offbeat export RUN model.safetensors
+    offbeat role worker --index 1 --cluster cluster.toml
     offbeat data get cifar10
     offbeat bench exchange
 
@@ -14,6 +16,8 @@ import argparse
 import contextlib
 import json
 import math
+import os
+import secrets
 import signal
 import sys
 import threading
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offbeat.config import (
+    LOCAL_OPTIONS,
     ROLES,
     make_config,
     not_overruled,
@@ -29,13 +34,15 @@ from offbeat.config import (
     read_config_file,
     yes_or_no,
 )
-from offbeat.control import Control
+from offbeat.control import CONTROL_VARIABLE, Control
 from offbeat.data.catalog import DATASETS, find_dataset
 from offbeat.errors import ConfigError, OffbeatError, nearest
+from offbeat.hosts import Hosts, find_hosts
 from offbeat.version import __version__
 
 INTERRUPTED = 130
 TRANSPORTS = ("unix", "tcp", "inproc")
+WAYS = ("tcp", "gloo", "pyzmq", "tls")
 BENCH_RECIPES = ("mnist-sigmoid", "convnet")
 BENCH_DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:1")
 
@@ -139,14 +146,43 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     export.add_argument("file", metavar="FILE", help="where to write, as model.safetensors")
     export.add_argument("--ema", action="store_true", help="the moving average of the weights")
 
-    role = command(
-        "role",
-        "be one process of a run",
-        "Be one process of the run in RUN; what engines start. It ends with the run.",
+    scoring = command(
+        "eval",
+        "score a run's newest checkpoint",
+        "Score the newest checkpoint of a run on its test data; never trains.",
     )
-    role.add_argument("role", metavar="ROLE", help=", ".join(ROLES), choices=ROLES)
-    role.add_argument("--index", type=int, default=0, help="which server or worker (default: 0)")
-    role.add_argument("--run-dir", metavar="RUN", required=True, help="the run's folder")
+    scoring.add_argument("run", metavar="RUN", help="a run's folder")
+    how = scoring.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="the newest one, and no more (default)")
+    how.add_argument("--follow", action="store_true", help="each newest one until the run is over")
+    for name in ("data_dir", "device"):
+        option = options()[name]
+        _add_option(scoring, name, None, option.metadata)
+
+    _add_role(
+        command(
+            "role",
+            "be one process of a run",
+            "Be one process of a run that spans machines: start a server (ps), the master, a "
+            "worker or an evaluator on each. Only the master takes the options of train; the "
+            "others learn them from it. In any order: whoever comes early waits.",
+            argument_default=argparse.SUPPRESS,
+        )
+    )
+    cluster = command("cluster", "look at a cluster", "Look at a cluster.")
+    of_cluster = cluster.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=_Parser
+    )
+    checking = of_cluster.add_parser(
+        "check",
+        help="who is reachable, with which version and fingerprint",
+        description="Say who is reachable, with which version and fingerprint.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    checking.add_argument("file", nargs="?", metavar="FILE", default=None, help="cluster.toml")
+    _add_place(checking, with_file=False)
+    command("token", "make a token for a cluster", "Print a token that nobody can guess.")
 
     data = command(
         "data",
@@ -169,7 +205,85 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     _add_benchmarks(kinds.add_parser)
     nested = {f"bench {k}": v for k, v in kinds.choices.items()}
     nested |= {f"data {k}": v for k, v in of_data.choices.items()}
+    nested |= {f"cluster {k}": v for k, v in of_cluster.choices.items()}
     return parser, {**commands.choices, **nested}
+
+
+def _add_role(role: argparse.ArgumentParser) -> None:
+    known = ", ".join(ROLES)
+    role.add_argument(
+        "role",
+        nargs="?",
+        metavar="ROLE",
+        default=None,
+        help=f"{known} (default: what TF_CONFIG says)",
+        choices=[*ROLES, None],
+    )
+    role.add_argument(
+        "--index", type=_index, metavar="I", help="which server or worker (default: 0)"
+    )
+    _add_place(role)
+    role.add_argument("--bind", metavar="HOST", help="ps: listen there instead of at its address")
+    role.add_argument(
+        "--join",
+        action="store_true",
+        default=False,
+        help="worker: come as one more than the cluster lists (asynchronous, --split shared)",
+    )
+    role.add_argument(
+        "--score",
+        action="store_true",
+        default=False,
+        help="worker: find out in the end how well the parameters do that it has",
+    )
+    role.add_argument(
+        "--resume", metavar="RUN", default=None, help="master: go on with the run in this folder"
+    )
+    role.add_argument(
+        "--start-timeout",
+        metavar="S",
+        type=_size,
+        default=600.0,
+        help="how many seconds to wait for the others (default: 600)",
+    )
+    role.add_argument(
+        "--config", metavar="FILE", default=None, help="master: options from a TOML or JSON file"
+    )
+    for name, option in options().items():
+        if name != "engine":
+            _add_option(role, name, option.default, option.metadata)
+
+
+def _add_place(parser: argparse.ArgumentParser, *, with_file: bool = True) -> None:
+    """Where the others are, and how to meet them."""
+    if with_file:
+        parser.add_argument(
+            "--cluster", dest="file", metavar="FILE", default=None, help="cluster.toml"
+        )
+    addresses = _several(str)
+    for flag, text in (
+        ("ps", "the servers' addresses, as host:port,host:port, instead of a file"),
+        ("worker", "the workers'"),
+    ):
+        parser.add_argument(
+            f"--{flag}", dest=f"{flag}_at", metavar="LIST", type=addresses, default=[], help=text
+        )
+    parser.add_argument(
+        "--master", dest="master_at", metavar="ADDRESS", default=None, help="the master's"
+    )
+    for flag, text in (
+        ("token-file", "holds the token that all of them know (or: OFFBEAT_TOKEN)"),
+        ("tls-cert", "this machine's certificate"),
+        ("tls-key", "and its key"),
+        ("tls-ca", "whom to believe"),
+    ):
+        parser.add_argument(f"--{flag}", metavar="FILE", default=None, help=text)
+
+
+def _index(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no index: 0, 1, 2, ...")
+    return int(text)
 
 
 def _add_data_actions(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -245,7 +359,25 @@ def _add_benchmarks(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     norm.add_argument("--batch-size", metavar="N", type=_count, default=128, help="default: 128")
     norm.add_argument("--rounds", metavar="N", type=_count, default=7, help="default: 7")
-    for parser in (exchange, train, norm):
+    network = add(
+        "network",
+        help="payloads between two processes over TCP, beside gloo and pyzmq",
+        description="Payloads there and back between two processes, over TCP on loopback.",
+        allow_abbrev=False,
+    )
+    sizes = "MB each way, one size or several (default: 4.3,16,100)"
+    network.add_argument(
+        "--sizes", metavar="MB", type=_several(_size), default="4.3,16,100", help=sizes
+    )
+    network.add_argument("--rounds", metavar="N", type=_count, default=7, help="default: 7")
+    network.add_argument(
+        "--ways",
+        metavar="LIST",
+        type=_several(_one_of(WAYS)),
+        default=",".join(WAYS),
+        help=f"default: {','.join(WAYS)}",
+    )
+    for parser in (exchange, train, norm, network):
         parser.add_argument("--json", metavar="FILE", help="write every round's figures here too")
 
 
@@ -327,8 +459,111 @@ def _export(known: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(known: argparse.Namespace) -> int:
+    with _signals_as_ctrl_c():
+        from offbeat.api import evaluate
+        from offbeat.progress import say
+
+        evaluate(
+            known.run, follow=known.follow, say=say, data_dir=known.data_dir, device=known.device
+        )
+    return 0
+
+
 def _role(known: argparse.Namespace) -> int:
-    """No line goes to the console: what a role has to say stands in its log."""
+    found = find_hosts(
+        os.environ,
+        file=known.file,
+        ps=known.ps_at,
+        worker=known.worker_at,
+        master=known.master_at,
+    )
+    if found is None or CONTROL_VARIABLE in os.environ:
+        return _role_of_engine(known)
+    hosts, task = found
+    role, index = known.role, getattr(known, "index", None)
+    if role is None and task is not None:
+        role, index = task.role, task.index
+    if role is None:
+        raise ConfigError(f"which role? {', '.join(ROLES)}")
+    return _role_by_hand(known, hosts, role, index or 0)
+
+
+def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int) -> int:
+    from_file, given = _read_config(known)
+    is_master = role == "master"
+    rank: int | None = None
+    if role == "worker" and not known.join:
+        rank = hosts.rank_of(role, index)
+        is_master = rank == 0
+    elif is_master:
+        hosts.rank_of(role, index)
+    if known.join and role != "worker":
+        raise ConfigError(f"only a worker can join, not a {role}")
+    if role == "ps":
+        hosts.where(role, index)
+    allowed = options() if is_master else () if role == "ps" else LOCAL_OPTIONS
+    for name in [*given, *from_file]:
+        if name not in allowed:
+            raise ConfigError(f"{_flag(name)} is for the master, who tells the others")
+    if known.resume is not None and not is_master:
+        raise ConfigError("--resume is for the master, who keeps the run's folder")
+    if is_master:
+        make_config(from_file, given)  # what is wrong with the flags shows before torch loads
+    from offbeat import byhand
+    from offbeat.progress import say
+
+    place = byhand.Place(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
+    if is_master:
+        with _signals_as_ctrl_c():
+            result = byhand.master(place, given, from_file, known.resume)
+        for line in _result_lines(result.summary):
+            say(line)
+        return INTERRUPTED if result.interrupted else 0
+    if role == "ps":
+        stopped = byhand.serve(place, index, getattr(known, "bind", None))
+    elif role == "worker":
+        done, stopped = byhand.work(place, rank, given, scores=known.score)
+        for line in _lines(done.metric_name, done.metric, done.time_s, done.loss):
+            say(line)
+    else:
+        stopped = byhand.score(place, given)
+    return INTERRUPTED if stopped else 0
+
+
+def _terms(known: argparse.Namespace) -> Any:
+    from offbeat.transport.terms import load_terms
+
+    files = ("token_file", "tls_cert", "tls_key", "tls_ca")
+    return load_terms(os.environ, **{name: getattr(known, name) for name in files})
+
+
+def _cluster(known: argparse.Namespace) -> int:
+    found = find_hosts(
+        os.environ,
+        file=known.file,
+        ps=known.ps_at,
+        worker=known.worker_at,
+        master=known.master_at,
+    )
+    if found is None:
+        raise ConfigError("which cluster? offbeat cluster check cluster.toml")
+    from offbeat import byhand
+
+    return 0 if byhand.check(found[0], _terms(known)) else 1
+
+
+def _token(known: argparse.Namespace) -> int:
+    print(secrets.token_urlsafe(32))
+    return 0
+
+
+def _role_of_engine(known: argparse.Namespace) -> int:
+    """A process that an engine started: no line goes to the console, all stands in its log."""
+    if "run_dir" not in vars(known):
+        raise ConfigError(
+            "a role belongs to a cluster: name it with --cluster cluster.toml, or --ps and --worker"
+        )
     control = Control.from_environment()
     control.start()
     try:
@@ -336,7 +571,7 @@ def _role(known: argparse.Namespace) -> int:
         from offbeat.rundir import RunFolder
 
         config, _ = RunFolder(Path(known.run_dir)).read_config()
-        run_role(config, known.role, known.index, control)
+        run_role(config, known.role, getattr(known, "index", 0), control)
     except (Exception, SystemExit) as error:
         control.fail(error)
         if isinstance(error, OffbeatError):
@@ -382,10 +617,11 @@ def _bench(known: argparse.Namespace) -> int:
     if known.json is not None and not Path(known.json).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {known.json}: there is no such folder")
     with _signals_as_ctrl_c():
-        from offbeat import bench
+        from offbeat import bench, netbench
 
         kinds: dict[str, Callable[..., Any]]
         kinds = {"exchange": bench.exchange, "train": bench.train, "norm": bench.norm}
+        kinds["network"] = netbench.network
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}
     print(bench.machine())
@@ -398,17 +634,31 @@ def _bench(known: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "export": _export, "role": _role, "data": _data, "bench": _bench}
+_COMMANDS = {
+    "train": _train,
+    "eval": _eval,
+    "export": _export,
+    "role": _role,
+    "cluster": _cluster,
+    "token": _token,
+    "data": _data,
+    "bench": _bench,
+}
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     """The last lines on the console, as the distributed MNIST seed ends."""
+    name = "accuracy" if summary["test_accuracy"] is not None else summary["metric"]
+    return _lines(name, summary["test_metric"], summary["total_time_s"], summary["final_cost"])
+
+
+def _lines(name: str, metric: float | None, time_s: float, cost: float | None) -> list[str]:
     lines = []
-    if summary["test_accuracy"] is not None:
-        lines.append(f"Test-Accuracy: {summary['test_accuracy']:.4f}")
-    elif summary["test_metric"] is not None:
-        lines.append(f"Test-Metric: {summary['test_metric']:.4f} ({summary['metric']})")
-    lines.append(f"Total Time: {summary['total_time_s']:.2f}s")
-    if summary["final_cost"] is not None:
-        lines.append(f"Final Cost: {summary['final_cost']:.4f}")
+    if metric is not None and name == "accuracy":
+        lines.append(f"Test-Accuracy: {metric:.4f}")
+    elif metric is not None:
+        lines.append(f"Test-Metric: {metric:.4f} ({name})")
+    lines.append(f"Total Time: {time_s:.2f}s")
+    if cost is not None and math.isfinite(cost):
+        lines.append(f"Final Cost: {cost:.4f}")
     return lines

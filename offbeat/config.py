@@ -21,11 +21,13 @@ from typing import Any
 from offbeat.errors import ConfigError, nearest
 
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded")
-ENGINES = ("local", "inproc")
+ENGINES = ("local", "inproc", "cluster")
 SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
+LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
+"""What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 DISCIPLINE_OPTIONS = ("reduce", "backup_workers", "round_timeout", "staleness")
 """Options that mean something under one discipline only."""
 DEFAULT_STALENESS = 1.0
@@ -143,7 +145,8 @@ class TrainConfig:
     engine: str = _option(
         "local",
         text,
-        "what starts the roles: local, processes of this machine; inproc, threads of this process",
+        "what starts the roles: local, processes of this machine; inproc, threads of this process; "
+        "in a cluster they are started by hand (offbeat role)",
         choices=ENGINES,
     )
     worker_timeout: float = _option(
@@ -171,6 +174,11 @@ class TrainConfig:
         False,
         yes_or_no,
         "write RUN/tensorboard (needs the extra: pip install 'offbeat[tensorboard]')",
+    )
+    summary_every: int | None = _option(
+        None,
+        whole,
+        "tensorboard: show all tensors every so many updates; default: whenever one is scored",
     )
     log_every: int = _option(
         0, whole, "print a line every so many steps of rank 0, as the recipe words it; 0: none"
@@ -229,6 +237,7 @@ _LEAST = {
     "eval_every": 0,
     "checkpoint_every": 1,
     "keep": 1,
+    "summary_every": 1,
     "log_every": 0,
 }
 

@@ -25,28 +25,29 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
+
+
+class Sink(Protocol):
+    """Where lines go: a file, or something that carries them to where the files are."""
+
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class EventLog:
-    """Appends events to a file."""
+    """Appends events to a file, or to another sink for whole lines."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, sink: Sink | Path) -> None:
         self._pending: deque[dict[str, Any] | tuple[Callable[..., str], tuple[Any, ...]]] = deque()
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._sink: Sink = sink.open("w", encoding="utf-8") if isinstance(sink, Path) else sink
         self._writing = threading.Lock()
+        self._closed = False
 
     @classmethod
     def create(cls, folder: Path, name: str) -> "EventLog":
-        """NAME.jsonl, or the next free number behind the name: a process that was killed may have
-        left half a line, so whoever takes its place begins a file of its own."""
-        path = folder / f"{name}.jsonl"
-        for number in itertools.count(1):
-            if not path.exists():
-                break
-            path = folder / f"{name}.{number}.jsonl"
-        return cls(path)
+        return cls(free_path(folder, name))
 
     def record(self, kind: str, **fields: Any) -> None:
         self._pending.append({"kind": kind, **fields})
@@ -68,12 +69,25 @@ class EventLog:
                     write, values = event
                     lines.append(write(*values))
             if lines:
-                self._file.write("\n".join(lines) + "\n")
-                self._file.flush()
+                self._sink.write("\n".join(lines) + "\n")
+            if not self._closed:
+                self._sink.flush()
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
+        self._closed = True
+        self._sink.close()
+
+
+def free_path(folder: Path, name: str) -> Path:
+    """NAME.jsonl, or the next free number behind the name: a process that was killed may have left
+    half a line, so whoever takes its place begins a file of its own."""
+    path = folder / f"{name}.jsonl"
+    for number in itertools.count(1):
+        if not path.exists():
+            break
+        path = folder / f"{name}.{number}.jsonl"
+    return path
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:

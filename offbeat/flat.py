@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import ModelError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change of what travels between worker and server."""
 MOST_KNOWN = 4
 """Sets of gradient slots whose layout is remembered; a worker has two, used in turn."""
@@ -106,6 +106,10 @@ class Manifest:
                 if a != b:
                     return f"{_in_words(a)} there, {_in_words(b)} here"
         return "which parameters are frozen or tied"
+
+    def in_short(self) -> list[list[Any]]:
+        """Names, shapes and kinds of what is trained: enough to say what differs."""
+        return [[spec.name, list(spec.shape), spec.dtype] for spec in self.tensors]
 
     def state_dict(
         self, params: Tensor, floats: Tensor, ints: Tensor, frozen: dict[str, Tensor]

@@ -7,6 +7,9 @@ anything is left behind.
 
 import contextlib
 import dataclasses
+import itertools
+import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,14 +38,16 @@ from offbeat.errors import (
     in_a_line,
     nearest,
 )
-from offbeat.flat import FlatModel, Manifest, describe
+from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer
 from offbeat.randomness import make_generator, make_seed
 from offbeat.recipes.base import Recipe
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.towers import CPU, Towers, find_devices
-from offbeat.transport.base import Layout
+from offbeat.transport.base import Layout, Message
 
+MOST_MODEL_BYTES = 32_000
+"""Of a model's description in a handshake."""
 NUM_AHEAD = 2
 """Batches that wait in the queue of --feed batching."""
 
@@ -56,6 +61,8 @@ class Facts:
     has_test: bool
     total_updates: int | None
     """How many updates each shard will have seen if nobody drops out; None: not known."""
+    elastic: bool = False
+    """Workers may come and go: the run ends with its `total_updates`, whoever made them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,25 @@ class Job:
     @property
     def fingerprint(self) -> str:
         return self.manifest.fingerprint(repr(self.optimizer))
+
+    @property
+    def agreement(self) -> Message:
+        """What two sides must agree on, in a form that shows where they do not; of a model with
+        very many tensors, without their names."""
+        model = self.manifest.in_short()
+        return {
+            "protocol": PROTOCOL,
+            "num_shards": len(self.slices),
+            "optimizer": repr(self.optimizer),
+            "model": model if len(json.dumps(model)) < MOST_MODEL_BYTES else None,
+            "fingerprint": self.fingerprint,
+        }
+
+    @property
+    def budget(self) -> int | None:
+        """How many updates there are to be, whoever makes them; None: each worker has its own
+        steps to do."""
+        return self.facts.total_updates if self.facts.elastic else None
 
     @property
     def step_size(self) -> int:
@@ -184,7 +210,10 @@ class Job:
         assert self.train is not None, "this process was given no training data"
         share = self._share(rank)
         step, epoch, first = self._find(share, start)
-        while (step < config.steps) if config.steps is not None else (epoch < (config.epochs or 0)):
+        last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
+        if self.facts.elastic:  # a server says when it is enough
+            last_step = last_epoch = math.inf
+        while step < last_step and epoch < last_epoch:
             before = step
             for batch in self.train.train(share, epoch, first):
                 if step >= start:
@@ -196,7 +225,7 @@ class Job:
                             batch = self.recipe.augment(batch, generator)
                     yield epoch, batch
                 step += 1
-                if step == config.steps:
+                if step == last_step:
                     return
             if step == before:
                 raise DataError(
@@ -258,6 +287,8 @@ class Job:
         known = [n for n in steps if n is not None]
         if len(known) < len(steps):
             return None
+        if self.facts.elastic:
+            return sum(known)
         version = 0
         if checkpoint is not None:
             version = checkpoint.version
@@ -266,9 +297,15 @@ class Job:
         return version + (max(known) if self.config.discipline == "sync" else sum(known))
 
 
-def make_job(config: TrainConfig, recipe: Recipe, checkpoint: Checkpoint | None = None) -> Job:
+def make_job(
+    config: TrainConfig,
+    recipe: Recipe,
+    checkpoint: Checkpoint | None = None,
+    *,
+    elastic: bool = False,
+) -> Job:
     """Resolve and check everything that can be checked before the run begins; `checkpoint` is what
-    it goes on from."""
+    it goes on from; `elastic`: let workers come and go where the run is of that kind."""
     recipe = recipe.fed(config.feed)
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
@@ -291,13 +328,17 @@ def make_job(config: TrainConfig, recipe: Recipe, checkpoint: Checkpoint | None 
         raise ConfigError(
             f"{config.workers} workers for {train.num_examples} training examples; lower workers"
         )
-    job = _cut(
-        config,
-        recipe,
-        manifest,
-        Facts(num_examples=train.num_examples, has_test=test is not None, total_updates=None),
+    known_length = train.num_examples is not None or config.steps is not None
+    facts = Facts(
+        num_examples=train.num_examples,
+        has_test=test is not None,
+        total_updates=None,
+        elastic=elastic
+        and known_length
+        and config.split == "shared"
+        and config.discipline != "sync",
     )
-    job = dataclasses.replace(job, train=train, test=test)
+    job = dataclasses.replace(_cut(config, recipe, manifest, facts), train=train, test=test)
     total = job.total_updates_after(checkpoint)
     # a schedule that needs a length, or takes other arguments, says so now
     _from_recipe("schedule", lambda: float(recipe.schedule(0, total)))
@@ -356,7 +397,8 @@ def _resolve_length(config: TrainConfig, recipe: Recipe) -> TrainConfig:
     epochs = config.epochs
     if epochs is None and config.steps is None:
         epochs = recipe.epochs
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.workers)
+    sharing = 1 if config.engine == "cluster" else config.workers
+    threads = config.threads or max(1, (os.cpu_count() or 1) // sharing)
     batch_size = config.batch_size or recipe.batch_size
     return dataclasses.replace(config, epochs=epochs, batch_size=batch_size, threads=threads)
 
@@ -395,3 +437,28 @@ def _updates_per_epoch(job: Job) -> int:
     num_batches = -(-job.facts.num_examples // job.step_size)
     per_update = job.config.workers if job.config.discipline == "sync" else 1
     return max(1, num_batches // per_update)
+
+
+def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The first thing in which two sides' agreements differ, in words; empty: nothing."""
+    for key, name in (
+        ("protocol", "the protocol's version"),
+        ("num_shards", "the number of servers"),
+        ("optimizer", "the optimizer"),
+    ):
+        if theirs.get(key) != ours.get(key):
+            return f"{name} is {theirs.get(key)} there, {ours.get(key)} here"
+    model, our_model = theirs.get("model"), ours.get("model")
+    for there, here in itertools.zip_longest(model or (), our_model or ()):
+        if there != here and model and our_model:
+            return f"the model has {_tensor(there)} there, {_tensor(here)} here"
+    if theirs.get("fingerprint") != ours["fingerprint"]:
+        return "the model: its tensors, or which of them are frozen, tied or buffers"
+    return ""
+
+
+def _tensor(described: Any) -> str:
+    match described:
+        case [str(name), list(shape), str(dtype)]:
+            return f"{name} {shape} {dtype}"
+    return "nothing more" if described is None else "something odd"

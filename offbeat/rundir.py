@@ -95,6 +95,17 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def is_locked(self) -> bool:
+        """Whether a run is under way in the folder."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
 
 def in_words(role: str) -> str:
     """worker-1 -> worker 1, ps-0 -> server 0, master -> the master."""

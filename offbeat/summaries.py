@@ -134,7 +134,7 @@ class StepSummaries:
 
     def __init__(self, job: Job, file: EventFile) -> None:
         self._file = file
-        self._every = job.config.eval_every or EVERY
+        self._every = job.config.summary_every or job.config.eval_every or EVERY
         self._num_steps = 0
         self._looked_at: int | None = None
         # Tracing runs a model, so it gets one of its own. It is made now, since that seeds torch's
@@ -218,7 +218,7 @@ class Summaries:
     ) -> None:
         self.job = job
         self._is_on = job.config.tensorboard
-        self._every = job.config.eval_every or EVERY
+        self._every = job.config.summary_every or job.config.eval_every or EVERY
         self._file = EventFile(folder, log)
         self._clock = clock
         self._num_per_update = 1

@@ -1,7 +1,9 @@
 """A live server with workers that a test moves by hand."""
 
+import functools
 import logging
 import secrets
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,9 +24,11 @@ from offbeat.shard import Shard, ShardState, segments_of
 from offbeat.transport.base import Header, Layout, Listener, WorkerEnd
 from offbeat.transport.inproc import InprocListener
 from offbeat.transport.sockets import SocketListener, connect
+from offbeat.transport.terms import Terms
 
 TIMEOUT_S = 20.0
-TRANSPORTS = ("inproc", "unix", "tcp")
+TRANSPORTS = ("inproc", "unix", "tcp", "token", "tls")
+TOKEN = b"known to both sides of it"
 
 
 def open_listener(transport: str, layout: Layout) -> Listener:
@@ -32,7 +37,26 @@ def open_listener(transport: str, layout: Layout) -> Listener:
             return SocketListener(f"unix:@offbeat-test-{secrets.token_hex(6)}", layout)
         case "tcp":
             return SocketListener("tcp:127.0.0.1:0", layout)
+        case "token":
+            return SocketListener("tcp:127.0.0.1:0", layout, Terms(token=TOKEN))
+        case "tls":
+            return SocketListener("tcp:127.0.0.1:0", layout, tls_terms())
     return InprocListener()
+
+
+@functools.cache
+def authority() -> Any:
+    return pytest.importorskip("trustme").CA()
+
+
+@functools.cache
+def tls_terms() -> Terms:
+    """A token, and TLS with a certificate for 127.0.0.1."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority().issue_cert("127.0.0.1").configure_cert(server)
+    client = ssl.create_default_context()
+    authority().configure_trust(client)
+    return Terms(token=TOKEN, server_tls=server, client_tls=client)
 
 
 def knock(listener: Listener, hello: dict[str, Any], layout: Layout) -> WorkerEnd:
@@ -40,7 +64,7 @@ def knock(listener: Listener, hello: dict[str, Any], layout: Layout) -> WorkerEn
     if isinstance(listener, InprocListener):
         return listener.connect(hello, layout, TIMEOUT_S)
     assert isinstance(listener, SocketListener)
-    return connect(listener.address, hello, layout, TIMEOUT_S)
+    return connect(listener.address, hello, layout, TIMEOUT_S, listener.terms)
 
 
 def manifest_of(sizes: Sequence[int]) -> Manifest:
@@ -139,7 +163,7 @@ class Rig:
             make_discipline(discipline, range(num_workers), **(discipline_options or {})),
             self.listener,
             index=0,
-            fingerprint="same",
+            agreement={"fingerprint": "same"},
             events=self.events,
             log=self.log,
             clock=clock,
@@ -156,7 +180,7 @@ class Rig:
     def drain(self, timeout_s: float = TIMEOUT_S) -> bool:
         """Wait until every session has ended, and so every accepted gradient is applied."""
         deadline = time.monotonic() + timeout_s
-        threads = list(self.server._threads)
+        threads = list(self.server._acceptor._threads)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

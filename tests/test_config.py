@@ -46,6 +46,7 @@ def test_the_flags_are_frozen() -> None:
         "checkpoint_every",
         "keep",
         "tensorboard",
+        "summary_every",
         "log_every",
         "quiet",
     ]

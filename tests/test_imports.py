@@ -12,7 +12,8 @@ import offbeat
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
-    ["bench"],
+    ["bench", "netbench"],
+    ["byhand"],
     ["api"],
     ["engines"],
     ["roles", "summaries"],
@@ -22,6 +23,7 @@ LAYERS = [
     ["transport", "recipes", "data"],
     ["flat", "layers", "optim", "randomness", "events", "memory"],
     ["control"],
+    ["hosts"],
     ["config", "errors", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

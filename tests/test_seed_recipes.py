@@ -275,8 +275,9 @@ def test_mnist_sigmoid_learns_the_real_mnist(tmp_path: Path) -> None:
         run_dir=tmp_path / "r",
         workers=3,
         epochs=2,
+        lr=0.5,  # its own is made for longer runs
         quiet=True,
         eval_every=0,
     )
     assert result.summary["gradients"] == 2 * 3 * 184, "55,000 in three shares"
-    assert result.test_accuracy is not None and result.test_accuracy > 0.3
+    assert result.test_accuracy is not None and result.test_accuracy > 0.7

@@ -295,14 +295,16 @@ def test_a_thousand_exchanges_bring_what_was_sent(transport: tuple[Listener, Con
 
 def call_end(listener: Listener) -> CallEnd:
     if isinstance(listener, SocketListener):
-        return connect_for_calls(listener.address, HELLO, LAYOUT, T)
+        return connect_for_calls(listener.address, HELLO, LAYOUT, T, listener.terms)
     assert isinstance(listener, InprocListener)
     return listener.connect_for_calls(HELLO)
 
 
 def test_calls_carry_messages_and_tensors_both_ways(transport: tuple[Listener, Connect]) -> None:
     listener, _ = transport
-    master = call_end(listener)
+    ends: list[CallEnd] = []
+    thread = threading.Thread(target=lambda: ends.append(call_end(listener)))
+    thread.start()
     server = listener.accept(T)
     assert server is not None
     assert server.read_hello(T) == {**HELLO, "calls": True}
@@ -315,15 +317,17 @@ def test_calls_carry_messages_and_tensors_both_ways(transport: tuple[Listener, C
             while True:
                 server.answer_calls(answer, T)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
+    serving = threading.Thread(target=serve)
+    serving.start()
+    thread.join()
+    (master,) = ends
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([2**40]), "c": torch.ones(0)}
     for number in range(3):
         message, doubled = master.call({"number": number}, tensors, T)
         assert message == {"got": {"number": number}}
         torch.testing.assert_close(doubled, {k: 2 * v for k, v in tensors.items()})
     master.close()
-    thread.join()
+    serving.join()
 
 
 # -- sockets: what strangers and broken peers do ---------------------------------------------------

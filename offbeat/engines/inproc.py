@@ -2,12 +2,14 @@
 
 Called by the api. `run` returns when the job is over, one way or another, with nothing left
 running: workers finish, the master commits the last checkpoint, servers leave, the evaluator scores
-it.
+it. In a cluster it runs the master's part of it: there the servers and the other workers are
+elsewhere, and `engines/cluster.py` knows how to reach them.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +21,27 @@ from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.progress import Display, Status
 from offbeat.roles.evaluator import Evaluator, metric_name
-from offbeat.roles.master import Master
+from offbeat.roles.master import Master, Patience
+from offbeat.roles.master import Status as ServerStatus
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, close_log
 from offbeat.summaries import Summaries
+from offbeat.transport.base import Listener, Network
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 
 REFRESH_S = 0.1
+
+
+@dataclass
+class Elsewhere:
+    """How a master that was started by hand reaches the rest of its run."""
+
+    network: Network
+    patience: Patience
+    start_timeout_s: float
+    failed: Callable[[str], None] = lambda line: None
+    """To be called with what a worker elsewhere says that its loss became."""
 
 
 class InprocEngine:
@@ -41,8 +56,10 @@ class InprocEngine:
         clock: Callable[[], float],
         *,
         incarnation: int = 0,
+        elsewhere: "Elsewhere | None" = None,
     ) -> None:
-        """`incarnation` is new to the run's checkpoints, where there are any."""
+        """`incarnation` is new to the run's checkpoints, where there are any. `elsewhere`: where
+        the servers are, if not here; then only rank 0 works here."""
         self.job = job
         self.folder = folder
         self.display = display
@@ -54,14 +71,36 @@ class InprocEngine:
         self._give_up = threading.Event()
         self._event_logs: list[EventLog] = []
         self._logs: list[logging.Logger] = []
-        self._listeners = [InprocListener() for _ in job.slices]
-        network = InprocNetwork(self._listeners)
+        self._elsewhere = elsewhere
+        self._statuses: Sequence[ServerStatus] = ()
         *of_workers, initial = replicas
-        self.servers = [self._make_server(k) for k in range(job.config.servers)]
         means = self._means("master")
         self._summaries = Summaries(job, folder, means["log"], clock)
-        watch, of_steps = self._summaries.watch, self._summaries.of_steps()
-        self.master = Master(job, network, folder, initial, stop=self.stop, watch=watch, **means)
+        of_steps = self._summaries.of_steps()
+        network: Network
+        if elsewhere is None:
+            listeners = [InprocListener() for _ in job.slices]
+            network = InprocNetwork(listeners)
+            self.servers = [self._make_server(k, door) for k, door in enumerate(listeners)]
+            master = Master(
+                job, network, folder, initial, stop=self.stop, watch=self._seen, **means
+            )
+        else:
+            network = elsewhere.network
+            self.servers = []
+            elsewhere.failed = self._worker_failed_elsewhere
+            master = Master(
+                job,
+                network,
+                folder,
+                initial,
+                stop=self.stop,
+                watch=self._seen,
+                patience=elsewhere.patience,
+                connect_timeout_s=elsewhere.start_timeout_s,
+                **means,
+            )
+        self.master = master
         self.workers = [
             Worker(
                 job,
@@ -72,6 +111,7 @@ class InprocEngine:
                 incarnation=incarnation,
                 summaries=of_steps if rank == 0 else None,
                 say=display.notice if rank == 0 else None,
+                seeds_torch=elsewhere is not None,
                 **self._means(f"worker-{rank}"),
             )
             for rank, model in enumerate(of_workers)
@@ -87,16 +127,18 @@ class InprocEngine:
                 server.start()
             master = self._start("master", self.master.run, self._role_failed("master"))
             self._watch(lambda: master.is_alive() and not self.master.opened.is_set())
-            evaluator = self._start_evaluator()
+            evaluator = self._start_evaluator() if self.servers else None
             workers = [
                 self._start(f"worker-{w.rank}", w.run, self._worker_failed(w)) for w in self.workers
             ]
             self._watch(master.is_alive)
             for server in self.servers:
                 server.close()  # a worker that still trains is told that the run is over
-            self._watch(lambda: any(thread.is_alive() for thread in workers))
             if not self.folder.state.exists():
                 self._give_up.set()
+            self._watch(lambda: any(thread.is_alive() for thread in workers))
+            if not self.servers:  # rank 0 needed the machine until now
+                evaluator = self._start_evaluator()
             self._watch(lambda: evaluator is not None and evaluator.is_alive())
         except KeyboardInterrupt:
             self.interrupted = True
@@ -147,13 +189,13 @@ class InprocEngine:
 
     # -- making the roles ----------------------------------------------------------------------
 
-    def _make_server(self, index: int) -> Server:
+    def _make_server(self, index: int, listener: Listener) -> Server:
         return Server(
             self.job.make_shard(index),
             self.job.make_discipline(),
-            self._listeners[index],
+            listener,
             index=index,
-            fingerprint=self.job.fingerprint,
+            agreement=self.job.agreement,
             worker_timeout_s=self.job.config.worker_timeout,
             **self._means(f"ps-{index}"),
         )
@@ -211,6 +253,12 @@ class InprocEngine:
 
         return failed
 
+    def _worker_failed_elsewhere(self, line: str) -> None:
+        """A loss that is no number any more: the run is to stop."""
+        if not self.stop.is_set():
+            self.failures.append(NonFiniteLossError(line))
+            self.stop.set()
+
     def _role_failed(self, role: str) -> Callable[[BaseException], None]:
         log = next(log for log in self._logs if log.name == role)
 
@@ -229,13 +277,24 @@ class InprocEngine:
                 server.failure = None
                 self.stop.set()
 
+    def _seen(self, statuses: Sequence[ServerStatus]) -> None:
+        self._statuses = statuses
+        self._summaries.watch(statuses)
+
     def _status(self) -> Status:
         stats = [worker.stats for worker in self.workers]
         losses = [s.loss for s in stats if s.num_steps]
         staleness = [s for server in self.servers for s in list(server.recent_staleness)]
+        num_gradients = sum(s.num_steps for s in stats)
+        num_examples = sum(s.num_examples for s in stats)
+        if not self.servers:
+            per_update = self.job.config.workers if self.job.config.discipline == "sync" else 1
+            num_gradients = per_update * max((s.version for s in self._statuses), default=0)
+            num_examples = num_gradients * self.job.step_size
+            staleness = [s for status in self._statuses for s in status.staleness]
         return Status(
-            num_gradients=sum(s.num_steps for s in stats),
-            num_examples=sum(s.num_examples for s in stats),
+            num_gradients=num_gradients,
+            num_examples=num_examples,
             at_s=self.clock(),
             loss=sum(losses) / len(losses) if losses else None,
             staleness=sum(staleness) / len(staleness) if staleness else None,

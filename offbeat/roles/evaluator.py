@@ -6,13 +6,14 @@ newest; the last one, which the master names in state.json, it always scores.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.checkpoint import list_checkpoints, load_checkpoint
+from offbeat.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from offbeat.data.batches import Source, to_device
 from offbeat.errors import CheckpointError, DataError, RecipeError
 from offbeat.events import EventLog
@@ -34,14 +35,19 @@ class Evaluator:
         module: nn.Module,
         folder: RunFolder,
         *,
-        events: EventLog,
         log: logging.Logger,
-        clock: Callable[[], float],
         stop: threading.Event,
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
         scored: Callable[[int, float], None] = lambda version, metric: None,
+        every: int | None = None,
     ) -> None:
+        """`events`: where scores are written down, on the run's `clock`; None: nowhere. `every`: so
+        many updates, instead of the run's own `eval_every`."""
         self.job = job
         self.log = log
+        self.gives_up = False
+        """Leaves when nobody is at work on the run, although it is not over."""
         self.latest: tuple[int, float] | None = None
         """The version that was scored last, and what it scored."""
         self._device = find_devices(job.config.devices or job.config.device, 0)[0]
@@ -51,6 +57,7 @@ class Evaluator:
         self._clock = clock
         self._stop = stop
         self._scored = scored
+        self._every = job.config.eval_every if every is None else every
         self._scored_path: Path | None = None
 
     def run(self) -> None:
@@ -65,7 +72,7 @@ class Evaluator:
             ):
                 self._score(newest)
                 self._scored_path = newest
-            if last is not None:
+            if last is not None or (self.gives_up and not self._folder.is_locked()):
                 return
             self._stop.wait(POLL_S)
 
@@ -78,31 +85,34 @@ class Evaluator:
 
     def _is_due(self, path: Path) -> bool:
         """Whether a multiple of `eval_every` was passed since the last score."""
-        version = int(path.name)
-        every = self.job.config.eval_every
+        version, every = int(path.name), self._every
         before = self.latest[0] if self.latest else 0
         return bool(every) and version // (every or 1) > before // (every or 1)
 
     def _score(self, path: Path) -> None:
-        assert self.job.test is not None
         try:
             checkpoint = load_checkpoint(path)
         except CheckpointError as error:  # pruned while we looked the other way
             self.log.warning("%s", error)
             return
+        self.score(checkpoint)
+
+    def score(self, checkpoint: Checkpoint) -> None:
+        assert self.job.test is not None
         load_state(self._module, checkpoint.state_dict(ema=True))
         metric, count = evaluate(self._module, self.job.recipe, self.job.test, self._device)
         self.latest = (checkpoint.version, metric)
         self.log.info(
             "version %d: %s %.4f", checkpoint.version, metric_name(self.job.recipe), metric
         )
-        self._events.record(
-            "score",
-            version=checkpoint.version,
-            metric=metric,
-            count=count,
-            at_s=self._clock(),
-        )
+        if self._events is not None:
+            self._events.record(
+                "score",
+                version=checkpoint.version,
+                metric=metric,
+                count=count,
+                at_s=self._clock(),
+            )
         self._scored(checkpoint.version, metric)
 
 
@@ -135,3 +145,9 @@ def evaluate(
 def metric_name(recipe: Recipe) -> str:
     name = getattr(recipe.metric, "__name__", "metric")
     return "metric" if name == "<lambda>" else name
+
+
+def score_line(recipe: Recipe, metric: float) -> str:
+    """What an evaluator says of a checkpoint."""
+    name = metric_name(recipe)
+    return f"{'precision @ 1' if name == 'accuracy' else name} = {metric:.3f}"

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from offbeat.job import Job
 from offbeat.roles.server import describe_state, state_from
 from offbeat.rundir import RunFolder
 from offbeat.shard import ShardState
-from offbeat.transport.base import CallEnd, Layout, Network, keep_trying
+from offbeat.transport.base import CallEnd, Layout, Message, Network, keep_trying
 
 POLL_S = 0.1
 CALL_TIMEOUT_S = 60.0
@@ -48,6 +48,7 @@ class Status:
     epoch: int
     loaded: bool
     finished: frozenset[int]
+    present: frozenset[int]
     ready: bool
     staleness: list[int]
 
@@ -55,16 +56,17 @@ class Status:
 class RemoteServer:
     """A server, as the master sees it: calls over a connection that is made when needed."""
 
-    def __init__(self, network: Network, index: int, fingerprint: str, layout: Layout) -> None:
+    def __init__(self, network: Network, index: int, agreement: Message, layout: Layout) -> None:
         self.index = index
         self._network = network
-        self._hello = {"worker": 0, "incarnation": 0, "fingerprint": fingerprint}
+        self._hello = {"worker": 0, "incarnation": 0, **agreement}
         self._layout = layout
         self._end: CallEnd | None = None
 
     def status(self) -> Status:
         found, _ = self._call({"ask": "status"})
-        return Status(**{**found, "finished": frozenset(found["finished"])})
+        sets = {key: frozenset(found[key]) for key in ("finished", "present")}
+        return Status(**{**found, **sets})
 
     def load(self, state: ShardState, finished: Sequence[int]) -> None:
         message = {"ask": "load", "state": describe_state(state), "finished": list(finished)}
@@ -77,6 +79,10 @@ class RemoteServer:
     def take(self) -> ShardState:
         """The snapshot that was wanted, and is ready."""
         return state_from(*self._call({"ask": "take"}))
+
+    def leave_out(self, workers: Sequence[int]) -> None:
+        """Have the server wait no longer for those of these workers that are not there."""
+        self._call({"ask": "leave_out", "workers": list(workers)})
 
     def finish(self, reason: str) -> None:
         """Let the server go."""
@@ -101,6 +107,64 @@ class RemoteServer:
             raise
 
 
+class Patience:
+    """How long to wait for workers that nobody starts again: `start_s` for one to come at first,
+    `absent_s` for one to come back when all the others are through. `say` tells the user."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        start_s: float,
+        absent_s: float,
+        say: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = range(num_workers)
+        self._start_s = start_s
+        self._absent_s = absent_s
+        self._say = say
+        self._now = now
+        self._begun_s = now()
+        self._come: set[int] = set()
+        self._finished: set[int] = set()
+        self._gone_s: dict[int, float] = {}
+        """Since when each of those that came is away."""
+        self._left_out: set[int] = set()
+
+    def look(self, present: Collection[int], finished: Collection[int]) -> None:
+        now_s = self._now()
+        self._finished |= set(finished)
+        for rank in self._ranks:
+            if rank in present or rank in finished:
+                if rank in self._gone_s and rank in present:
+                    self._say(f"worker {rank} is back")
+                elif rank not in self._come:
+                    self._come.add(rank)
+                self._gone_s.pop(rank, None)
+            elif rank in self._come and rank not in self._gone_s:
+                self._gone_s[rank] = now_s
+                self._say(f"worker {rank} is gone; the others go on")
+
+    def late(self) -> list[int]:
+        """Those that did not come in time: each is named once."""
+        if self._now() - self._begun_s < self._start_s:
+            return []
+        late = [r for r in self._ranks if r not in self._come and r not in self._left_out]
+        self._left_out.update(late)
+        for rank in late:
+            self._say(f"worker {rank} did not come within {self._start_s:g} s: going on without it")
+        return late
+
+    def is_done(self) -> bool:
+        """Whether everybody is through, but for those who did not come, or not come back."""
+        now_s = self._now()
+        given_up = {r for r, since_s in self._gone_s.items() if now_s - since_s > self._absent_s}
+        return bool(self._finished) and (self._finished | self._left_out | given_up).issuperset(
+            self._ranks
+        )
+
+
 class Master:
     """`run` opens the servers, commits a checkpoint at the start, at every multiple of
     `checkpoint_every` and at the end, and returns what the run came to: finished or interrupted.
@@ -120,9 +184,12 @@ class Master:
         clock: Callable[[], float],
         stop: threading.Event,
         watch: Callable[[Sequence[Status]], None] = lambda statuses: None,
+        patience: "Patience | None" = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """`model` has the initial weights; they are copied here, before anybody trains it. `watch`
-        is shown the servers when they are opened, and several times a second from then on."""
+        is shown the servers when they are opened, and several times a second from then on. Without
+        `patience` every worker is waited for: somebody else starts those again that die."""
         self.job = job
         self.log = log
         self.opened = threading.Event()
@@ -131,12 +198,14 @@ class Master:
         self._initial = [job.initial_state(k, model) for k in range(len(job.slices))]
         self._frozen = model.frozen()
         self._servers = [
-            RemoteServer(network, k, job.fingerprint, job.layout(k)) for k in range(len(job.slices))
+            RemoteServer(network, k, job.agreement, job.layout(k)) for k in range(len(job.slices))
         ]
         self._events = events
         self._clock = clock
         self._stop = stop
         self._watch = watch
+        self._patience = patience
+        self._connect_timeout_s = connect_timeout_s
         self._finished: set[int] = set()
         self._last_versions: list[int] = []
         self._wanted: int | None = None
@@ -186,13 +255,27 @@ class Master:
         while not self._stop.wait(POLL_S):
             statuses = [self._status_of(server) for server in self._servers]
             self._watch(statuses)
-            if len(self._finished) >= self.job.config.workers:
+            if self._is_done(statuses):
                 return "finished"
             try:
                 self._look_for_snapshots(statuses)
             except ConnectionClosedError:  # the next look at its status brings that server back
                 self._wanted = None
         return "interrupted"
+
+    def _is_done(self, statuses: Sequence[Status]) -> bool:
+        present = frozenset.union(*(status.present for status in statuses))
+        budget = self.job.budget
+        reached = [budget is not None and status.version >= budget for status in statuses]
+        if any(reached):  # the others follow, unless nobody is left who could push
+            return all(reached) or not present
+        if self._patience is None:
+            return self._finished.issuperset(range(self.job.config.workers))
+        self._patience.look(present, self._finished)
+        if late := self._patience.late():
+            for server in self._servers:
+                server.leave_out(late)
+        return budget is None and self._patience.is_done()
 
     def _look_for_snapshots(self, statuses: Sequence[Status]) -> None:
         if self._wanted is None:
@@ -248,7 +331,7 @@ class Master:
                 status = server.status()
             return status
 
-        status = keep_trying(ask, CONNECT_TIMEOUT_S, self._stop)
+        status = keep_trying(ask, self._connect_timeout_s, self._stop)
         self._finished |= status.finished
         return status
 

@@ -113,7 +113,7 @@ def _run_ps(means: _Means, index: int) -> None:
         job.make_discipline(),
         listener,
         index=index,
-        fingerprint=job.fingerprint,
+        agreement=job.agreement,
         events=events,
         log=means.log,
         clock=means.clock,

@@ -26,6 +26,7 @@ from torch import Tensor
 from offbeat.disciplines import Action, Apply, Discipline, Drop, Push, Reply
 from offbeat.errors import ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
+from offbeat.job import disagreement
 from offbeat.shard import Gradient, Shard, ShardState, Updater, usable
 from offbeat.transport.base import (
     ACCEPTED,
@@ -46,11 +47,73 @@ TICK_S = 0.05
 """How often the discipline is told the time while somebody waits for a reply."""
 
 HELLO_TIMEOUT_S = 10.0
+MOST_STRANGERS = 64
+"""How many may be on their way in at the same time, not yet known to be ours."""
 CLOSE_TIMEOUT_S = 10.0
 """How long a closing server waits for each of its threads; they look up every POLL_S."""
 WORKER_TIMEOUT_S = 30.0
 LARGE = 500_000
 """Elements from which on gradients are looked at outside of the shard's lock."""
+
+
+class Acceptor:
+    """Takes in whoever comes to a listener, each in a thread of its own: first the hello, then what
+    `serve` makes of it. Of those who have not said it yet there are never many."""
+
+    def __init__(
+        self, listener: Listener, serve: Callable[[ServerEnd, Message], None], name: str
+    ) -> None:
+        self._listener = listener
+        self._serve = serve
+        self._name = name
+        self._closed = False
+        self._strangers: set[ServerEnd] = set()
+        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take nobody in any more. Any thread may call it, also twice."""
+        self._closed = True
+        self._listener.close()
+        for end in list(self._strangers):
+            end.close("the server was stopped")
+
+    def join(self) -> None:
+        """Wait for the threads to end, which `serve` has to see to."""
+        for thread in [self._thread, *self._threads]:
+            if thread.ident is not None:
+                thread.join(CLOSE_TIMEOUT_S)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                end = self._listener.accept(POLL_S)
+            except ConnectionClosedError:
+                return
+            if end is None:
+                continue
+            if len(self._strangers) >= MOST_STRANGERS:
+                end.close("too many are waiting to be let in")
+                continue
+            self._strangers.add(end)
+            name = f"{self._name}-session"
+            thread = threading.Thread(target=self._greet, args=(end,), name=name, daemon=True)
+            self._threads = [t for t in self._threads if t.is_alive()]
+            self._threads.append(thread)
+            thread.start()
+
+    def _greet(self, end: ServerEnd) -> None:
+        try:
+            hello = end.read_hello(HELLO_TIMEOUT_S)
+        except ConnectionClosedError as error:
+            end.close(str(error))
+            return
+        finally:
+            self._strangers.discard(end)
+        self._serve(end, hello)
 
 
 @dataclass(eq=False, slots=True)
@@ -104,16 +167,19 @@ class Server:
         self,
         shard: Shard,
         discipline: Discipline,
-        listener: Listener,
+        listener: Listener | None,
         *,
         index: int,
-        fingerprint: str,
+        agreement: Message,
         events: EventLog,
         log: logging.Logger,
         clock: Callable[[], float],
         epoch: int = 0,
         worker_timeout_s: float = WORKER_TIMEOUT_S,
+        budget: int | None = None,
     ) -> None:
+        """`agreement`: what whoever comes has to agree with. `budget`: after so many updates no
+        gradient is taken any more, and workers are told that the run is over."""
         self.shard = shard
         self.discipline = discipline
         self.index = index
@@ -122,8 +188,8 @@ class Server:
         self.over = threading.Event()
         """The master said that the run is over, or this server failed."""
         self.recent_staleness: deque[int] = deque(maxlen=256)
-        self._listener = listener
-        self._fingerprint = fingerprint
+        self._agreement = agreement
+        self._budget = budget
         self._events = events
         self._log = log
         self._clock = clock
@@ -138,33 +204,40 @@ class Server:
         self._membership = threading.Condition()
         self._sessions: dict[int, _Session] = {}
         self._finished: set[int] = set()
-        self._loaded = threading.Event()
+        self.loaded = threading.Event()
+        """The master has given this server its shard."""
         self._wishes: list[_Wish] = []
         self._wish = _Wish(0)
-        self._stopping = False
+        self._taken: ShardState | None = None
+        """What the master took last: this server's part of the newest checkpoint."""
+        self.stopping = False
+        self._ends_run = True
         self._reason = "the server was stopped"
-        self._acceptor = threading.Thread(target=self._accept, name=f"ps-{index}", daemon=True)
-        self._threads: list[threading.Thread] = []
+        self._acceptor = Acceptor(listener, self.serve, f"ps-{index}") if listener else None
         self._shared_updater: Updater | None = None
 
     # -- for the engine ------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._acceptor.start()
+        """Take in whoever comes to the listener; without one, somebody else calls `serve`."""
+        if self._acceptor is not None:
+            self._acceptor.start()
 
-    def close(self) -> None:
-        """Take nobody in, and end all sessions."""
-        self._stop()
-        self._acceptor.join(CLOSE_TIMEOUT_S)
-        for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT_S)
+    def close(self, *, over: bool = True) -> None:
+        """Take nobody in, and end all sessions. `over`: so is the run; otherwise the workers look
+        for this server again."""
+        self._stop(over=over)
+        if self._acceptor is not None:
+            self._acceptor.join()
 
-    def _stop(self) -> None:
+    def _stop(self, *, over: bool = True) -> None:
         """Have every thread of this server come to its end, and tell the workers why."""
-        self._stopping = True
-        self._listener.close()
+        self._ends_run = over
+        self.stopping = True
+        if self._acceptor is not None:
+            self._acceptor.close()
         for session in list(self._sessions.values()):
-            session.end.close(self._reason, over=True)
+            session.end.close(self._reason, over=over)
 
     def _fail(self, error: Exception) -> None:
         self._log.error("failed", exc_info=error)
@@ -189,9 +262,14 @@ class Server:
                 self._want(version)
                 return {}, {}
             case {"ask": "take"} if self._wish.granted is not None:
-                granted = self._wish.granted
+                granted = self._taken = self._wish.granted
                 self._wish = _Wish(0)
                 return describe_state(granted), granted.tensors
+            case {"ask": "leave_out", "workers": list(workers)}:
+                self._leave_out(workers)
+                return {}, {}
+            case {"ask": "newest", "after": int(after)}:
+                return self._newest(after)
             case {"ask": "finish", "reason": str(reason)}:
                 self._reason = reason
                 self.over.set()
@@ -201,7 +279,7 @@ class Server:
     def load(self, state: ShardState, finished: Sequence[int] = ()) -> None:
         """Go on from `state`, without the workers that are through with their work."""
         with self._membership, self._lock:
-            if self._loaded.is_set():
+            if self.loaded.is_set():
                 return
             self.shard.load(state)
             if self.discipline.locked:
@@ -209,21 +287,47 @@ class Server:
             self._finished.update(finished)
             for worker in finished:
                 self.discipline.on_leave(worker)
-            self._loaded.set()
+            self.loaded.set()
         self._events.record(
             "run", phase="load", shard=self.index, epoch=self.epoch, version=state.version
         )
         self._log.info("serving from version %d, epoch %d", state.version, self.epoch)
 
     def _status(self) -> Message:
+        with self._membership:
+            present, finished = sorted(self._sessions), sorted(self._finished)
         return {
             "version": self.shard.version,
             "epoch": self.epoch,
-            "loaded": self._loaded.is_set(),
-            "finished": sorted(self._finished),
+            "loaded": self.loaded.is_set(),
+            "finished": finished,
+            "present": present,
             "ready": self._wish.granted is not None,
             "staleness": list(self.recent_staleness),
         }
+
+    def present(self) -> list[int]:
+        """The workers that are connected."""
+        with self._membership:
+            return sorted(self._sessions)
+
+    def _leave_out(self, workers: Sequence[int]) -> None:
+        """Wait no longer for those of these workers that are not here."""
+        with self._membership, self._lock:
+            for worker in workers:
+                if worker not in self._sessions:
+                    self._carry_out(self.discipline.on_leave(worker))
+
+    def _newest(self, after: int) -> tuple[Message, Mapping[str, Tensor]]:
+        """For an evaluator: what the newest checkpoint has of this shard to score, where it is
+        newer than `after`, and whether there will be no other."""
+        taken = self._taken
+        over = self.over.is_set()
+        if taken is None or taken.version <= after:
+            return {"over": over}, {}
+        values = taken.tensors.get("ema", taken.tensors["params"])
+        buffers = {k: v for k, v in taken.tensors.items() if k in ("floats", "ints")}
+        return {"over": over, "version": taken.version}, {"values": values, **buffers}
 
     def _want(self, at_version: int) -> None:
         """Keep a snapshot of the first version that is at least this one, for `take`."""
@@ -242,33 +346,19 @@ class Server:
 
     # -- membership ----------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while not self._stopping:
-            try:
-                end = self._listener.accept(POLL_S)
-            except ConnectionClosedError:
-                return
-            if end is not None:
-                name = f"ps-{self.index}-session"
-                thread = threading.Thread(target=self._serve, args=(end,), name=name, daemon=True)
-                self._threads = [t for t in self._threads if t.is_alive()]
-                self._threads.append(thread)
-                thread.start()
-
-    def _serve(self, end: ServerEnd) -> None:
-        """A session's thread, from the handshake to the worker's leaving."""
+    def serve(self, end: ServerEnd, hello: Message) -> None:
+        """Deal with somebody who said hello, from there to the leaving: a session's thread."""
         try:
-            hello = end.read_hello(HELLO_TIMEOUT_S)
             if not self._is_welcome(end, hello):
                 return
             if hello.get("calls"):
-                while not self._stopping:
+                while not self.stopping:
                     end.answer_calls(self.answer, POLL_S)
             else:
                 self._serve_worker(end, hello["worker"], hello["incarnation"])
-            end.close(self._reason, over=self._stopping)
+            end.close(self._reason, over=self.stopping and self._ends_run)
         except ConnectionClosedError as error:
-            end.close(str(error))
+            end.close(str(error), over=error.over)
         except Exception as error:
             self._fail(error)
             end.close(self._reason, over=True)
@@ -279,14 +369,13 @@ class Server:
             case {"fingerprint": str(theirs), "worker": int(w), "incarnation": int(i)} if (
                 w >= 0 and i >= 0
             ):
-                if theirs == self._fingerprint:
+                if theirs == self._agreement["fingerprint"]:
                     return True
-                end.refuse(
-                    "worker and server disagree about the model, the optimizer or the protocol"
-                )
+                difference = disagreement(hello, self._agreement)
+                end.refuse(f"server {self.index} has another run: {difference}")
             case _:
                 end.refuse("that is no hello")
-        self._log.warning("refused somebody: %.200s", hello)
+        self._log.warning("refused somebody: %.500s", hello)
         return False
 
     def _serve_worker(self, end: ServerEnd, worker: int, incarnation: int) -> None:
@@ -294,7 +383,7 @@ class Server:
         if session is None:
             return
         try:
-            while not self._stopping:
+            while not self.stopping:
                 header = end.receive(POLL_S)
                 if header is not None:
                     self._handle(session, header)
@@ -306,8 +395,8 @@ class Server:
             self._leave(session)
 
     def _join(self, end: ServerEnd, worker: int, incarnation: int) -> _Session | None:
-        while not self._loaded.wait(POLL_S):
-            if self._stopping:
+        while not self.loaded.wait(POLL_S):
+            if self.stopping:
                 return None
         with self._membership:
             if not self._make_way(worker, incarnation):
@@ -358,7 +447,7 @@ class Server:
     def _leave(self, session: _Session) -> None:
         with self._membership:
             try:
-                if not self._stopping:  # a round that a stop cuts off is not closed
+                if not self.stopping:  # a round that a stop cuts off is not closed
                     with self._lock:
                         self._carry_out(self.discipline.on_leave(session.worker))
             finally:
@@ -403,6 +492,8 @@ class Server:
 
     def _decide(self, session: _Session) -> list[Action]:
         sequence = session.push.sequence
+        if self._budget is not None and self.shard.version >= self._budget:
+            raise ConnectionClosedError("the run has all of its updates", over=True)
         if session.push.epoch != self.epoch:
             session.fate.outcome = STALE
             return [Reply(session.worker)]
@@ -467,7 +558,7 @@ class Server:
         if session.reply_made is None:
             return
         with session.reply_made:
-            while not session.reply_is_made and not self._stopping:
+            while not session.reply_is_made and not self.stopping:
                 session.reply_made.wait(TICK_S)
                 self._carry_out(self.discipline.on_tick(self._clock()))
                 if not session.reply_is_made and not session.end.is_open():  # killed as it waited

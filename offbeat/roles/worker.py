@@ -74,6 +74,7 @@ class Worker:
         seeds_torch: bool = False,
         summaries: StepSummaries | None = None,
         say: Callable[[str], None] | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
         from torch's own generator can be made to depend on nothing but seed, rank and step. `say`
@@ -87,6 +88,7 @@ class Worker:
         self.stats = WorkerStats()
         self._network = network
         self._incarnation = incarnation
+        self._connect_timeout_s = connect_timeout_s
         self._seeds_torch = seeds_torch
         self._summaries = summaries
         self._say = say if job.config.log_every else None
@@ -96,6 +98,8 @@ class Worker:
         self._clock = clock
         self._stop = stop
         self._links: list[WorkerEnd] = []
+        self._pushed: list[Header] = []
+        """What went to each shard last."""
         self._acknowledged = [array("q") for _ in job.slices]
         """For each shard the sequences that its server took in, since the last time it came."""
         self._seen = [0 for _ in job.slices]
@@ -117,6 +121,7 @@ class Worker:
         finally:
             done.set()
             beats.join()
+            self._events.flush()  # before anybody is told that this worker is through
             self.towers.unpin()
             for link in self._links:
                 link.close(finished=finished)
@@ -144,14 +149,14 @@ class Worker:
         hello = {
             "worker": self.rank,
             "incarnation": self._incarnation,
-            "fingerprint": self.job.fingerprint,
+            **self.job.agreement,
         }
         lo, hi = self.job.slices[shard]
         layout = self.job.layout(shard)
         params = self.towers.landing[lo:hi]
         link = keep_trying(
             lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params),
-            CONNECT_TIMEOUT_S,
+            self._connect_timeout_s,
             self._stop,
         )
         if len(self.job.slices) == 1:  # the only server's replies need no further copy
@@ -261,35 +266,60 @@ class Worker:
             for slot in slots:
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
         void = not all(usable(slot.values) for slot in slots)
-        for shard, (link, version) in enumerate(zip(self._links, versions, strict=True)):
-            link.push(
-                Header(
-                    self.rank,
-                    self._incarnation,
-                    self.step,
-                    version,
-                    batch=self.step - 1,
-                    void=void,
-                    epoch=link.welcome.epoch,
-                    shard=shard,
-                    masked=masked,
-                )
+        self._pushed = [
+            Header(
+                self.rank,
+                self._incarnation,
+                self.step,
+                version,
+                batch=self.step - 1,
+                void=void,
+                epoch=link.welcome.epoch,
+                shard=shard,
+                masked=masked,
             )
+            for shard, (link, version) in enumerate(zip(self._links, versions, strict=True))
+        ]
+        for link, header in zip(self._links, self._pushed, strict=True):
+            link.push(header)
 
     def _await(self, shard: int) -> Header:
         """The reply of a server, or the welcome of the one that took its place."""
-        link = self._links[shard]
-        try:
-            while (reply := link.wait_reply(POLL_S)) is None:
-                if self._stop.is_set():
-                    raise ConnectionClosedError("told to stop", over=True)
-        except ConnectionClosedError as error:
-            return self._rejoin(shard, error)
-        if reply.epoch != link.welcome.epoch:
-            return self._rejoin(shard, ConnectionClosedError("a reply of another epoch"))
+        while True:
+            link = self._links[shard]
+            try:
+                while (reply := link.wait_reply(POLL_S)) is None:
+                    if self._stop.is_set():
+                        raise ConnectionClosedError("told to stop", over=True)
+                if reply.epoch == link.welcome.epoch:
+                    break
+                raise ConnectionClosedError("a reply of another epoch")
+            except ConnectionClosedError as error:
+                welcome = self._rejoin(shard, error)
+                if not self._push_again(shard, link, welcome):
+                    return welcome
         if reply.status in (ACCEPTED, APPLIED):
             self._acknowledged[shard].append(reply.sequence)
         return reply
+
+    def _push_again(self, shard: int, former: WorkerEnd, welcome: Header) -> bool:
+        """Only the connection broke, and the gradient is not in: send it over the new one. A sync
+        round that was closed without it is over; its gradient is late."""
+        is_late = self.job.config.discipline == "sync" and (
+            welcome.reply_version != self._seen[shard]
+        )
+        if welcome.status == APPLIED or welcome.epoch != former.welcome.epoch or is_late:
+            return False
+        link = self._links[shard]
+        slot, pushed = link.gradient_slot, former.pushed_slot
+        for mine, theirs in zip(
+            (slot.values, slot.mask, slot.floats, slot.ints),
+            (pushed.values, pushed.mask, pushed.floats, pushed.ints),
+            strict=True,
+        ):
+            mine.copy_(theirs)
+        link.push(self._pushed[shard])
+        return True
 
     def _take_in(self, replies: Sequence[Header]) -> list[int]:
         """Let the model show what the servers sent; returns the shards' versions."""

@@ -120,6 +120,12 @@ class WorkerEnd(ABC):
         """Where to write the next push's payload. The worker's until `push`, then the server's
         until the reply to the push after it has come."""
 
+    @property
+    @abstractmethod
+    def pushed_slot(self) -> Slot:
+        """What the last push took its payload from; to be read when the connection has broken, in
+        order to push it again over another one."""
+
     @abstractmethod
     def push(self, header: Header) -> None:
         """Hand the gradient slot's payload to the server; waits for nothing but the network to take

@@ -55,6 +55,10 @@ class InprocWorkerEnd(WorkerEnd):
     def gradient_slot(self) -> Slot:
         return self._channel.gradients[self._num_pushed % 2]
 
+    @property
+    def pushed_slot(self) -> Slot:
+        return self._channel.gradients[(self._num_pushed - 1) % 2]
+
     def push(self, header: Header) -> None:
         self._num_pushed += 1
         self.beat()

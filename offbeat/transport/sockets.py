@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,16 +32,19 @@ from offbeat.transport.base import (
     Layout,
     Listener,
     Message,
+    Network,
     ServerEnd,
     Slot,
     WorkerEnd,
 )
+from offbeat.transport.terms import OPEN, Terms, admit, introduce, prepare
 from offbeat.transport.wire import (
     ANSWER,
     BEAT,
     CALL,
     GOODBYE,
     HELLO,
+    MOST_HELLO_BYTES,
     PUSH,
     REFUSE,
     REPLY,
@@ -49,6 +52,7 @@ from offbeat.transport.wire import (
     Connection,
     Frame,
     as_bytes,
+    expect,
     json_frame,
     pack,
     read_call,
@@ -56,17 +60,24 @@ from offbeat.transport.wire import (
 )
 
 BACKLOG = 128
+EVENT_BYTES = 1 << 22
 _BEAT = pack(BEAT)
 
 
-def connect(address: str, hello: Message, layout: Layout, timeout_s: float) -> "SocketWorkerEnd":
+def connect(
+    address: str, hello: Message, layout: Layout, timeout_s: float, terms: Terms = OPEN
+) -> "SocketWorkerEnd":
     """Ask the server at `address` to be taken in, and wait for the welcome. Raises
     ConnectionClosedError when nobody is there, when refused, or when `timeout_s` have passed."""
-    connection = _dial(address, hello, timeout_s)
+    connection = _dial(address, hello, timeout_s, terms)
     try:
-        frame, descriptor = connection.receive_with_descriptor(timeout_s)
+        descriptor = None
+        if address.startswith("unix:"):
+            frame, descriptor = connection.receive_with_descriptor(timeout_s)
+        else:
+            frame = _receive_answer(connection, timeout_s)
         try:
-            _expect(connection, frame, WELCOME)
+            expect(connection, frame, WELCOME)
             slots = _Slots(layout) if descriptor is None else _Slots.shared(layout, descriptor)
         finally:
             if descriptor is not None:
@@ -82,10 +93,17 @@ def connect(address: str, hello: Message, layout: Layout, timeout_s: float) -> "
 
 
 def connect_for_calls(
-    address: str, hello: Message, layout: Layout, timeout_s: float
+    address: str, hello: Message, layout: Layout, timeout_s: float, terms: Terms = OPEN
 ) -> "SocketCallEnd":
-    """A connection over which the master asks a server for this and that."""
-    return SocketCallEnd(_dial(address, {**hello, "calls": True}, timeout_s), _call_bytes(layout))
+    """A connection over which the master asks a server for this and that; made when the server has
+    said that it will answer."""
+    connection = _dial(address, {**hello, "calls": True}, timeout_s, terms)
+    try:
+        expect(connection, _receive_answer(connection, timeout_s), WELCOME)
+    except ConnectionClosedError:
+        connection.close()
+        raise
+    return SocketCallEnd(connection, _call_bytes(layout))
 
 
 class SocketWorkerEnd(WorkerEnd):
@@ -103,6 +121,10 @@ class SocketWorkerEnd(WorkerEnd):
     def gradient_slot(self) -> Slot:
         return self._slots.gradients[self._num_pushed % 2]
 
+    @property
+    def pushed_slot(self) -> Slot:
+        return self._slots.gradients[(self._num_pushed - 1) % 2]
+
     def push(self, header: Header) -> None:
         slot = self.gradient_slot
         self._num_pushed += 1
@@ -113,7 +135,7 @@ class SocketWorkerEnd(WorkerEnd):
         frame = self._connection.receive(timeout_s)
         if frame is None:
             return None
-        _expect(self._connection, frame, REPLY)
+        expect(self._connection, frame, REPLY)
         if self._inline:
             _read_payload(self._connection, frame, self.reply_slot)
         return frame.header
@@ -126,24 +148,32 @@ class SocketWorkerEnd(WorkerEnd):
 
 
 class SocketServerEnd(ServerEnd):
-    def __init__(self, connection: Connection, layout: Layout, *, inline: bool) -> None:
+    """`layout` says how large slots and calls are; it may change before the first use of a slot."""
+
+    def __init__(
+        self, connection: Connection, layout: Layout, terms: Terms, *, inline: bool
+    ) -> None:
         self.heard_s = time.monotonic()
         self.finished = False
         self._connection = connection
-        self._layout = layout
+        self.layout = layout
+        self._terms = terms
         self._inline = inline
         self._slots: _Slots | None = None
         self._descriptor: int | None = None
         self._num_received = 0
+        self._answers = False
         self._poll = select.poll()
         self._poll.register(connection.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
 
     def read_hello(self, timeout_s: float) -> Message:
+        if self._inline:
+            admit(self._connection, self._terms, timeout_s)
         frame = self._connection.receive(timeout_s)
         if frame is None:
             raise self._connection.lost(f"no hello within {timeout_s:g} s")
-        _expect(self._connection, frame, HELLO)
-        return self._connection.read_json(frame.length)
+        expect(self._connection, frame, HELLO)
+        return self._connection.read_json(frame.length, MOST_HELLO_BYTES)
 
     @property
     def reply_slot(self) -> Slot:
@@ -174,7 +204,7 @@ class SocketServerEnd(ServerEnd):
         if frame.type == GOODBYE:
             self.finished = frame.flag
             raise self._connection.lost("the worker left")
-        _expect(self._connection, frame, PUSH)
+        expect(self._connection, frame, PUSH)
         self._num_received += 1
         if self._inline:
             _read_payload(self._connection, frame, self.gradient_slot(frame.header))
@@ -198,20 +228,23 @@ class SocketServerEnd(ServerEnd):
         self._connection.close(*json_frame(GOODBYE, message))
 
     def answer_calls(self, answer: Answer, timeout_s: float) -> None:
+        if not self._answers:
+            self._connection.send(pack(WELCOME))
+            self._answers = True
         frame = self._connection.receive(timeout_s)
         if frame is None:
             return
-        _expect(self._connection, frame, CALL)
-        message, tensors = read_call(self._connection, frame, _call_bytes(self._layout))
+        expect(self._connection, frame, CALL)
+        message, tensors = read_call(self._connection, frame, _call_bytes(self.layout))
         send_call(self._connection, ANSWER, *answer(message, tensors))
 
     def _memory(self) -> "_Slots":
         if self._slots is None:
             if self._inline:
-                self._slots = _Slots(self._layout)
+                self._slots = _Slots(self.layout)
             else:
-                self._descriptor = make_memory(_Slots.num_bytes(self._layout))
-                self._slots = _Slots.shared(self._layout, self._descriptor)
+                self._descriptor = make_memory(_Slots.num_bytes(self.layout))
+                self._slots = _Slots.shared(self.layout, self._descriptor)
         return self._slots
 
 
@@ -228,19 +261,39 @@ class SocketCallEnd(CallEnd):
         if frame is None:
             self.close()
             raise ConnectionClosedError(f"no answer from the server within {timeout_s:g} s")
-        _expect(self._connection, frame, ANSWER)
+        expect(self._connection, frame, ANSWER)
         return read_call(self._connection, frame, self._most_bytes)
 
     def close(self) -> None:
         self._connection.close(pack(GOODBYE))
 
 
+class SocketNetwork(Network):
+    """Servers at fixed addresses."""
+
+    def __init__(self, addresses: Sequence[str], terms: Terms = OPEN) -> None:
+        self.addresses = tuple(addresses)
+        self.terms = terms
+
+    def connect(
+        self, shard: int, hello: Message, layout: Layout, timeout_s: float, params: Tensor
+    ) -> WorkerEnd:
+        return connect(self.addresses[shard], hello, layout, timeout_s, self.terms)
+
+    def connect_for_calls(
+        self, shard: int, hello: Message, layout: Layout, timeout_s: float
+    ) -> CallEnd:
+        return connect_for_calls(self.addresses[shard], hello, layout, timeout_s, self.terms)
+
+
 class SocketListener(Listener):
     """A server's door. `address` says where it is: with a TCP port of 0, which port it got."""
 
-    def __init__(self, address: str, layout: Layout) -> None:
+    def __init__(self, address: str, layout: Layout, terms: Terms = OPEN) -> None:
         family, where = _resolve(address)
-        self._layout = layout
+        self.layout = layout
+        """Of connections that are made from now on."""
+        self.terms = terms
         self._path = where if family == socket.AF_UNIX and where[0] != "\0" else None
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._closed = False
@@ -269,11 +322,11 @@ class SocketListener(Listener):
             return None  # whoever knocked is gone again, or there are no descriptors left
         inline = accepted.family != socket.AF_UNIX
         if inline:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(accepted, self.terms)
         elif not _same_user(accepted):
             accepted.close()
             return None
-        return SocketServerEnd(Connection(accepted), self._layout, inline=inline)
+        return SocketServerEnd(Connection(accepted), self.layout, self.terms, inline=inline)
 
     def close(self) -> None:
         if self._closed:
@@ -330,8 +383,11 @@ def _slot_in(layout: Layout, buffer: mmap.mmap, number: int) -> Slot:
 
 
 def _call_bytes(layout: Layout) -> int:
-    """The most that the tensors of a call can hold: a shard's state, whatever its optimizer."""
-    return 64 * (layout.num_elements + layout.num_floats + layout.num_ints + layout.num_tensors)
+    """The most that the tensors of a call can hold: a shard's state, whatever its optimizer, and
+    some lines of events."""
+    return EVENT_BYTES + 64 * (
+        layout.num_elements + layout.num_floats + layout.num_ints + layout.num_tensors
+    )
 
 
 def _parts(slot: Slot) -> list[memoryview]:
@@ -354,37 +410,35 @@ def _read_payload(connection: Connection, frame: Frame, slot: Slot) -> None:
     connection.read_body(*parts)
 
 
-def _expect(connection: Connection, frame: Frame, kind: int) -> None:
-    """Raise what another frame than the expected one means."""
-    if frame.type == kind:
-        return
-    if frame.type in (REFUSE, GOODBYE):
-        said = connection.read_json(frame.length) if frame.length else {}
-        reason = str(said.get("reason", "the other end left"))
-        over, refused = bool(said.get("over", False)), frame.type == REFUSE
-        raise connection.lost(reason, over=over, refused=refused)
-    raise connection.lost(f"a frame of type {frame.type} where {kind} was expected")
-
-
-def _dial(address: str, hello: Message, timeout_s: float) -> Connection:
+def _dial(address: str, hello: Message, timeout_s: float, terms: Terms) -> Connection:
     family, where = _resolve(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
         sock.connect(where)
         if family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(sock, terms)
         elif not _same_user(sock):
-            raise ConnectionClosedError(f"{address} belongs to another user")
-        connection = Connection(sock)
-        connection.send(*json_frame(HELLO, hello))
+            raise ConnectionRefusedError("it belongs to another user")
     except OSError as error:
         sock.close()
         raise ConnectionClosedError(f"nobody answers at {address}: {error}") from error
+    connection = Connection(sock)
+    try:
+        if family != socket.AF_UNIX:
+            introduce(connection, terms, timeout_s, host_of(address))
+        connection.send(*json_frame(HELLO, hello))
     except ConnectionClosedError:
-        sock.close()
+        connection.close()
         raise
     return connection
+
+
+def _receive_answer(connection: Connection, timeout_s: float) -> Frame:
+    frame = connection.receive(timeout_s)
+    if frame is None:
+        raise connection.lost(f"no answer within {timeout_s:g} s")
+    return frame
 
 
 def _resolve(address: str) -> tuple[socket.AddressFamily, str]:
@@ -397,8 +451,17 @@ def _resolve(address: str) -> tuple[socket.AddressFamily, str]:
         raise ConfigError(
             f"{address!r} is no address; known: tcp:host:port, unix:@name, unix:/path"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return family, (host.strip("[]"), int(port))  # type: ignore[return-value]
+    try:
+        found = socket.getaddrinfo(host_of(address), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConnectionClosedError(f"nobody knows the host {host}: {error}") from error
+    family, _, _, _, where_to = found[0]
+    return family, where_to  # type: ignore[return-value]
+
+
+def host_of(address: str) -> str:
+    """The host in a TCP address, as a certificate names it."""
+    return address.removeprefix("tcp:").rpartition(":")[0].strip("[]")
 
 
 def _same_user(sock: socket.socket) -> bool:

@@ -12,7 +12,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
 """magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
 sequence, batch, base version, reply version + 1, applied sequence: 80 bytes."""
 
-HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER = range(1, 10)
+HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
 
+MOST_HELLO_BYTES = 1 << 16
 MOST_JSON_BYTES = 1 << 20
 STALL_TIMEOUT_S = 60.0
 """How long a peer may take to go on in the middle of a frame before it counts as gone."""
@@ -116,11 +118,22 @@ def pack(kind: int, header: Header = _NO_HEADER, length: int = 0, *, flag: bool 
     )
 
 
+class Pipe(Protocol):
+    """What a connection needs of a socket. Reading and sending raise BlockingIOError when nothing
+    has moved for about WAKE_S."""
+
+    def fileno(self) -> int: ...
+    def recv_into(self, target: memoryview, /) -> int: ...
+    def send(self, data: Buffer, flags: int, /) -> int: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
+
 class Connection:
     """A socket that carries frames. One thread reads; any may send; any may close."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, sock: socket.socket | Pipe) -> None:
+        self._socket: socket.socket | Pipe = sock
         self._head = bytearray(FORMAT.size)
         self._head_view = memoryview(self._head)
         self._num_read = 0
@@ -129,13 +142,22 @@ class Connection:
         self._closed: ConnectionClosedError | None = None
         self._torn = False
         """Half a frame was sent, so that nothing that followed could be understood."""
-        sock.setblocking(True)
-        seconds = struct.pack("ll", 0, int(WAKE_S * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        if isinstance(sock, socket.socket):
+            sock.setblocking(True)
+            seconds = struct.pack("ll", 0, int(WAKE_S * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def wrap(self, make: Callable[[socket.socket], Pipe]) -> None:
+        """Have another layer between the frames and the socket; before anything was sent."""
+        with self._sending, self._reading:
+            if self._closed is not None:
+                raise self._closed.again()
+            assert isinstance(self._socket, socket.socket)
+            self._socket = make(self._socket)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -169,6 +191,7 @@ class Connection:
 
     def _send(self, head: bytes, body: Sequence[Buffer], descriptors: Sequence[int]) -> None:
         if descriptors:
+            assert isinstance(self._socket, socket.socket)
             num_sent = socket.send_fds(self._socket, [head], list(descriptors))
             if num_sent < len(head):
                 self._send_all(head[num_sent:])
@@ -225,9 +248,9 @@ class Connection:
                     elif time.monotonic() > deadline_s:
                         raise self._lost(TimeoutError("the other end stopped in mid-frame"))
 
-    def read_json(self, length: int) -> Message:
+    def read_json(self, length: int, most_bytes: int = MOST_JSON_BYTES) -> Message:
         """A body of JSON; one that is too long is not read at all."""
-        if length > MOST_JSON_BYTES:
+        if length > most_bytes:
             raise self._lost(OSError(f"a message of {length} bytes is too long"))
         raw = bytearray(length)
         self.read_body(memoryview(raw))
@@ -241,6 +264,7 @@ class Connection:
 
     def receive_with_descriptor(self, timeout_s: float) -> tuple[Frame, int | None]:
         """The next frame's header, and the file descriptor that came with it, if any."""
+        assert isinstance(self._socket, socket.socket)
         with self._reading:
             deadline_s = time.monotonic() + timeout_s
             descriptor = None
@@ -355,3 +379,17 @@ def json_frame(kind: int, message: Message) -> tuple[bytes, bytes]:
     """Header and body of a frame that holds JSON."""
     raw = json.dumps(message).encode()
     return pack(kind, length=len(raw)), raw
+
+
+def expect(connection: Connection, frame: Frame, kind: int, length: int | None = None) -> None:
+    """Raise what another frame than the expected one means."""
+    if frame.type == kind and length in (None, frame.length):
+        return
+    if frame.type in (REFUSE, GOODBYE):
+        said = connection.read_json(frame.length) if frame.length else {}
+        reason = str(said.get("reason", "the other end left"))
+        over, refused = bool(said.get("over", False)), frame.type == REFUSE
+        raise connection.lost(reason, over=over, refused=refused)
+    if frame.type == kind:
+        raise connection.lost(f"a frame of {frame.length} bytes where {length} were expected")
+    raise connection.lost(f"a frame of type {frame.type} where {kind} was expected")

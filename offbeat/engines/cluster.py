@@ -1,0 +1,165 @@
+"""The master's side of a run whose roles were started by hand, on machines of their own.
+
+The master tells every server what the run is, before anything else is asked of it, and keeps what
+servers, workers and evaluators have for the run's folder, which lives here. The rest of it is the
+engine `inproc`, with nobody in it but the master and rank 0.
+"""
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from offbeat.engines.inproc import Elsewhere
+from offbeat.errors import ConnectionClosedError
+from offbeat.events import free_path
+from offbeat.hosts import Hosts
+from offbeat.job import Job
+from offbeat.roles.master import CALL_TIMEOUT_S, Patience
+from offbeat.rundir import RunFolder
+from offbeat.transport.base import CallEnd, Layout, Message
+from offbeat.transport.sockets import SocketNetwork
+from offbeat.transport.terms import Terms
+
+_SOURCES = re.compile(r"(ps|worker|evaluator)-\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What a master by hand is told beside its configuration."""
+
+    hosts: Hosts
+    terms: Terms
+    start_timeout_s: float
+
+
+def make_elsewhere(
+    reach: Reach,
+    job: Job,
+    folder: RunFolder,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+    threads: int | None,
+) -> Elsewhere:
+    """`threads`: of each worker, where the user said how many."""
+    network = MasterNetwork(reach, job, folder, clock, say, threads)
+    patience = Patience(
+        job.config.workers,
+        start_s=reach.start_timeout_s,
+        absent_s=job.config.worker_timeout,
+        say=say,
+    )
+    found = Elsewhere(network, patience, reach.start_timeout_s)
+    network.failed = lambda line: found.failed(line)
+    return found
+
+
+class MasterNetwork(SocketNetwork):
+    """The servers, as the master reaches them."""
+
+    def __init__(
+        self,
+        reach: Reach,
+        job: Job,
+        folder: RunFolder,
+        clock: Callable[[], float],
+        say: Callable[[str], None],
+        threads: int | None,
+    ) -> None:
+        terms = dataclasses.replace(reach.terms, peer_timeout_s=job.config.worker_timeout)
+        super().__init__(reach.hosts.addresses, terms)
+        self.failed: Callable[[str], None] = lambda line: None
+        self._job = job
+        self._folder = folder
+        self._clock = clock
+        self._say = say
+        self._missing: set[int] = set()
+        self._files: dict[str, Path] = {}
+        before = folder.read_json(folder.cluster) if folder.cluster.exists() else {}
+        self._run = str(before.get("run") or secrets.token_hex(8))
+        self._epochs: list[int] = list(before.get("epochs") or [0] * len(self.addresses))
+        """What each server is to call its next life."""
+        options = {**job.config.to_json(), "threads": threads}
+        for own in ("run_dir", "device", "quiet", "tensorboard", "log_every"):
+            options.pop(own)  # each machine's own affair
+        self._message: Message = {
+            "ask": "configure",
+            "run": self._run,
+            "config": options,
+            "facts": dataclasses.asdict(job.facts),
+            "agreement": job.agreement,
+        }
+
+    def connect_for_calls(
+        self, shard: int, hello: Message, layout: Layout, timeout_s: float
+    ) -> CallEnd:
+        """A connection to a server that knows what the run is."""
+        end: CallEnd | None = None
+        try:
+            end = super().connect_for_calls(shard, hello, layout, timeout_s)
+            told = {**self._message, "epochs": self._epochs, "elapsed_s": self._clock()}
+            answer, _ = end.call(told, {}, CALL_TIMEOUT_S)
+        except ConnectionClosedError as error:
+            if end is not None:
+                end.close()
+            if shard not in self._missing and not error.refused:
+                self._missing.add(shard)
+                self._say(f"waiting for server {shard} at {self.addresses[shard][4:]}")
+            raise
+        if shard in self._missing:
+            self._missing.remove(shard)
+            self._say(f"server {shard} is here")
+        self._remember(shard, int(answer["epoch"]))
+        return _CollectingEnd(end, self._collect)
+
+    def _remember(self, shard: int, epoch: int) -> None:
+        self._epochs[shard] = max(self._epochs[shard], epoch + 1)
+        state = {"run": self._run, "epochs": self._epochs, "ps": self.addresses}
+        self._folder.write_json(self._folder.cluster, state)
+
+    def _collect(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
+        """Keep lines of events in the run's folder, each source's in a file of its own."""
+        for key, lines in tensors.items():
+            name = key.removeprefix("events/")
+            if not _SOURCES.fullmatch(name):
+                raise ConnectionClosedError(f"a server has events of {name!r}")
+            if name not in self._files:
+                self._files[name] = free_path(self._folder.events, name)
+            with self._files[name].open("ab") as file:
+                file.write(lines.numpy().tobytes())
+        for line in message.pop("failures", ()):
+            self.failed(str(line))
+
+
+class _CollectingEnd(CallEnd):
+    """A connection for calls whose answers bring along what servers have for the run's folder."""
+
+    def __init__(
+        self, end: CallEnd, collect: Callable[[Message, Mapping[str, Tensor]], None]
+    ) -> None:
+        self._end = end
+        self._collect = collect
+
+    def call(
+        self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
+    ) -> tuple[Message, dict[str, Tensor]]:
+        if message["ask"] == "finish":  # what is left, as many calls as it takes
+            while self._ask({"ask": "status"}, {}, timeout_s)[2]:
+                pass
+        answer, found, _ = self._ask(message, tensors, timeout_s)
+        return answer, found
+
+    def _ask(
+        self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
+    ) -> tuple[Message, dict[str, Tensor], bool]:
+        answer, found = self._end.call(message, tensors, timeout_s)
+        events = {name: found.pop(name) for name in list(found) if name.startswith("events/")}
+        self._collect(answer, events)
+        return answer, found, bool(events)
+
+    def close(self) -> None:
+        self._end.close()

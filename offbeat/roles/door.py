@@ -1,0 +1,362 @@
+"""A server that was started by hand: it listens, and waits for the master to say what it is to be.
+
+    python -m offbeat role ps --index 0 --cluster cluster.toml
+
+The master comes with the run's configuration (`configure`); from then on there is a Server behind
+the door, and connections go to it. What else is asked here:
+
+    about      by anybody: which version, which run, who is here
+    config     by a worker or evaluator: the run's configuration, and who it is in it
+    events     by a worker or evaluator: lines for the run's folder, which lives with the master;
+               they are kept until the master takes them along with the answer to its next call
+    failed     by a worker whose loss is no number any more
+    newest     by an evaluator: the newest checkpoint's part of this server; until it says `leave`
+               the server stays, for a while, when the run is over
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.config import TrainConfig, make_config
+from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError, in_a_line
+from offbeat.events import EventLog
+from offbeat.job import Facts, Job, disagreement, rejoin_job
+from offbeat.recipes.base import load_recipe
+from offbeat.roles.server import POLL_S, Acceptor, Server
+from offbeat.transport.base import Message
+from offbeat.transport.sockets import EVENT_BYTES, SocketListener, SocketServerEnd
+from offbeat.version import __version__
+
+MOST_KEPT_BYTES = 1 << 26
+"""While the master is away; what comes beyond it is lost, and counted."""
+LINGER_S = 60.0
+CONFIG_WAIT_S = 5.0
+"""How long somebody who asks for the configuration waits for it before asking again."""
+
+
+class Relay:
+    """Lines of events on their way to the master, by the name of the file that they belong to."""
+
+    def __init__(self) -> None:
+        self.num_lost = 0
+        """Bytes that found no room."""
+        self._lock = threading.Lock()
+        self._kept: dict[str, bytearray] = {}
+
+    def add(self, name: str, lines: bytes) -> None:
+        with self._lock:
+            if sum(map(len, self._kept.values())) + len(lines) > MOST_KEPT_BYTES:
+                self.num_lost += len(lines)
+            else:
+                self._kept.setdefault(name, bytearray()).extend(lines)
+
+    def take(self) -> dict[str, Tensor]:
+        """What is there, or as much of it as a call can carry; whole lines only."""
+        taken: dict[str, Tensor] = {}
+        room = EVENT_BYTES
+        with self._lock:
+            for name in list(self._kept):
+                lines = self._kept[name]
+                cut = len(lines) if len(lines) <= room else lines.rfind(b"\n", 0, room) + 1
+                if cut:
+                    taken[f"events/{name}"] = torch.frombuffer(lines[:cut], dtype=torch.uint8)
+                    room -= cut
+                    if cut == len(lines):
+                        del self._kept[name]
+                    else:
+                        self._kept[name] = lines[cut:]
+        return taken
+
+
+class RelaySink:
+    """A sink of events that ends in a relay of this process."""
+
+    def __init__(self, relay: Relay, name: str) -> None:
+        self._relay = relay
+        self._name = name
+
+    def write(self, text: str) -> None:
+        self._relay.add(self._name, text.encode())
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the master told this server."""
+
+    message: Message
+    """As it came."""
+    job: Job
+    server: Server
+    events: EventLog
+    began_s: float
+    given: dict[int, int] = field(default_factory=dict)
+    """The newest incarnation of each worker."""
+
+
+class Door:
+    """`run` returns when the run is over. `stop` ends it early."""
+
+    def __init__(
+        self,
+        listener: SocketListener,
+        index: int,
+        log: logging.Logger,
+        *,
+        start_timeout_s: float,
+        stop: threading.Event,
+    ) -> None:
+        self.index = index
+        self.log = log
+        self._listener = listener
+        self._start_timeout_s = start_timeout_s
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._run: Run | None = None
+        self._configured = threading.Event()
+        self._relay = Relay()
+        self._failures: list[str] = []
+        self._evaluators: set[str] = set()
+        """Those that did not leave yet."""
+        self._closing = False
+        self._master_heard_s = time.monotonic()
+        self._tick = threading.Event()
+        self._acceptor = Acceptor(listener, self._serve, f"ps-{index}")
+
+    def run(self) -> None:
+        """Raises what the server failed with, or that nobody came."""
+        deadline_s = time.monotonic() + self._start_timeout_s
+        self._acceptor.start()
+        try:
+            while not self._configured.wait(POLL_S):
+                if self._stop.is_set():
+                    return
+                if time.monotonic() > deadline_s:
+                    raise ConnectionClosedError(
+                        f"no master came within {self._start_timeout_s:g} s (--start-timeout)"
+                    )
+            assert self._run is not None
+            server = self._run.server
+            while not server.over.wait(POLL_S):
+                self._run.events.flush()
+                if self._stop.is_set():
+                    return  # the workers look for this server again: it may be started anew
+                away_s = time.monotonic() - self._master_heard_s
+                if away_s > self._start_timeout_s:
+                    raise ConnectionClosedError(
+                        f"nothing was heard of the master for {away_s:.0f} s (--start-timeout)"
+                    )
+            if server.failure is not None:
+                raise server.failure
+            server.close()
+            self._linger()
+        finally:
+            self._close()
+
+    def _linger(self) -> None:
+        """Stay for the evaluators that were here: they may still be busy with another checkpoint,
+        and are to have the last one."""
+        deadline_s = time.monotonic() + LINGER_S
+        while self._evaluators and time.monotonic() < deadline_s and not self._stop.is_set():
+            self._tick.wait(POLL_S)
+
+    def _close(self) -> None:
+        self._closing = True
+        self._acceptor.close()
+        if self._run is not None:
+            self._run.server.close(over=self._run.server.over.is_set())
+            self._run.events.close()
+        self._acceptor.join()
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def _serve(self, end: Any, hello: Message) -> None:
+        """A connection's thread."""
+        assert isinstance(end, SocketServerEnd)
+        run = self._run
+        if hello.get("calls"):
+            self._serve_calls(end)
+        elif run is None:
+            end.close("this server waits for its master")
+        else:
+            end.layout = run.job.layout(self.index)
+            run.server.serve(end, hello)
+
+    def _serve_calls(self, end: SocketServerEnd) -> None:
+        def answer(
+            message: Message, tensors: Mapping[str, Tensor]
+        ) -> tuple[Message, Mapping[str, Tensor]]:
+            answered = self.answer(message, tensors)
+            if self._run is not None:
+                end.layout = self._run.job.layout(self.index)
+            return answered
+
+        try:
+            while not self._is_over():
+                end.answer_calls(answer, POLL_S)
+            over = self._run is not None and self._run.server.over.is_set()
+            end.close("the run is over" if over else "the server was stopped", over=over)
+        except ConnectionClosedError as error:
+            if error.refused:
+                end.refuse(str(error))
+            end.close(str(error))
+        except Exception as error:  # a call that makes no sense is its sender's affair
+            self.log.error("a call failed", exc_info=error)
+            end.refuse(f"server {self.index} cannot do that: {in_a_line(error)}")
+
+    def _is_over(self) -> bool:
+        return self._closing or self._stop.is_set()
+
+    # -- what is asked -------------------------------------------------------------------------
+
+    def answer(
+        self, message: Message, tensors: Mapping[str, Tensor]
+    ) -> tuple[Message, Mapping[str, Tensor]]:
+        match message:
+            case {"ask": "about"}:
+                return self._about(), {}
+            case {"ask": "configure"}:
+                return self._configure(message), {}
+            case {"ask": "config"}:
+                return self._config(message), {}
+            case {"ask": "events", "name": str(name)}:
+                for lines in tensors.values():
+                    self._relay.add(name, lines.numpy().tobytes())
+                return {}, {}
+            case {"ask": "leave", "who": str(who)}:
+                self._evaluators.discard(who)
+                return {}, {}
+            case {"ask": "failed", "line": str(line)}:
+                self._failures.append(line[:2000])
+                return {}, {}
+        if self._run is None:
+            raise ConnectionClosedError("this server waits for its master")
+        answered, more = self._run.server.answer(message, tensors)
+        match message:
+            case {"ask": "newest", "who": str(who)} if not answered["over"]:
+                self._evaluators.add(who)
+        if message["ask"] in ("status", "finish"):  # the master's: along go the events
+            self._master_heard_s = time.monotonic()
+            self._run.events.flush()
+            return {**answered, "failures": self._failures}, self._relay.take()
+        return answered, more
+
+    def _about(self) -> Message:
+        run = self._run
+        about: Message = {
+            "version": __version__,
+            "torch": str(torch.__version__),
+            "index": self.index,
+            "run": None,
+        }
+        if run is not None:
+            about |= {
+                "run": run.message["run"],
+                "recipe": run.job.config.recipe,
+                "fingerprint": run.job.fingerprint,
+                "updates": run.server.shard.version,
+                "present": run.server.present(),
+            }
+        return about
+
+    def _configure(self, message: Message) -> Message:
+        """The master says what this server is to be; saying it again changes nothing."""
+        with self._lock:
+            if self._run is None:
+                self._run = self._make_run(message)
+                self._master_heard_s = time.monotonic()
+                self._configured.set()
+            elif self._run.message["run"] != message["run"]:
+                raise ConnectionClosedError(
+                    f"server {self.index} serves another run: {self._run.job.config.recipe}, "
+                    f"at version {self._run.server.shard.version}",
+                    refused=True,
+                )
+            return {"epoch": self._run.server.epoch}
+
+    def _make_run(self, message: Message) -> Run:
+        try:
+            job = job_from(message, with_data=False)
+            began_s = time.monotonic() - float(message["elapsed_s"])
+            epoch = int(message["epochs"][self.index])
+        except (KeyError, IndexError, TypeError, ValueError, OffbeatError) as error:
+            self.log.warning("cannot serve the run: %s", error)
+            raise ConnectionClosedError(
+                f"server {self.index} cannot serve the run: {in_a_line(error)}", refused=True
+            ) from error
+        events = EventLog(RelaySink(self._relay, f"ps-{self.index}"))
+        server = Server(
+            job.make_shard(self.index),
+            job.make_discipline(),
+            None,
+            index=self.index,
+            agreement=job.agreement,
+            events=events,
+            log=self.log,
+            clock=lambda: time.monotonic() - began_s,
+            epoch=epoch,
+            worker_timeout_s=job.config.worker_timeout,
+            budget=job.budget,
+        )
+        self.log.info("serving %s, %s", job.config.recipe, job.config.discipline)
+        return Run(message=message, job=job, server=server, events=events, began_s=began_s)
+
+    def _config(self, message: Message) -> Message:
+        """For a worker: the configuration, its rank and its incarnation; {} means: ask again."""
+        if not self._configured.wait(CONFIG_WAIT_S) or self._run is None:
+            return {}
+        run = self._run
+        if not run.server.loaded.wait(CONFIG_WAIT_S):
+            return {}
+        told: Message = {
+            **run.message,
+            "elapsed_s": time.monotonic() - run.began_s,
+        }
+        with self._lock:
+            rank = message.get("rank")
+            if message.get("join"):
+                rank = self._new_rank(run)
+            if rank is not None:
+                applied = run.server.shard.applied.get(rank, (-1, 0))[0]
+                before = max(run.given.get(rank, -1), applied, run.server.epoch << 16)
+                run.given[rank] = before + 1
+                told |= {"rank": rank, "incarnation": before + 1}
+        return told
+
+    def _new_rank(self, run: Run) -> int:
+        """For one who joins beyond those the cluster lists."""
+        if not run.job.budget:
+            raise ConnectionClosedError(
+                "nobody can join this run: that takes an asynchronous discipline, --split shared, "
+                "and data of a known length",
+                refused=True,
+            )
+        known = [*run.given, *run.server.shard.applied, run.job.config.workers - 1]
+        return max(known) + 1
+
+
+def job_from(message: Message, *, with_data: bool, **local: Any) -> Job:
+    """The master's job, made anew out of what it says of it; `local` options are this machine's
+    own. A difference in the model or the optimizer is a RecipeError that names it."""
+    options = {k: v for k, v in message["config"].items() if v is not None}
+    given = {k: v for k, v in local.items() if v is not None}
+    config: TrainConfig = make_config({**options, **given})
+    job = rejoin_job(
+        config, load_recipe(config.recipe), Facts(**message["facts"]), {} if with_data else None
+    )
+    difference = disagreement(message["agreement"], job.agreement)
+    if difference:
+        raise RecipeError(f"the recipe {config.recipe} is not the master's: {difference}")
+    return job

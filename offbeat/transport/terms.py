@@ -1,0 +1,287 @@
+"""On what terms two ends of a TCP connection meet: a token that both know, TLS, how long a silence.
+
+Nothing here trusts anybody: until the proof is given the other end is a stranger, of whom frames of
+fixed sizes are read, within a deadline. Unix sockets need none of it; the system says who is there.
+
+    server -> client    challenge: a nonce; the flag says that a token is asked for
+    client -> server    proof: a nonce, HMAC-SHA256(token, "client", both nonces)
+    server -> client    proof: HMAC-SHA256(token, "server", both nonces)
+"""
+
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offbeat.errors import ConfigError, ConnectionClosedError
+from offbeat.transport.wire import (
+    CHALLENGE,
+    PROOF,
+    REFUSE,
+    WAKE_S,
+    Connection,
+    expect,
+    json_frame,
+    pack,
+)
+
+TOKEN_VARIABLE = "OFFBEAT_TOKEN"
+LEAST_TOKEN_BYTES = 16
+NONCE_BYTES = MAC_BYTES = 32
+PEER_TIMEOUT_S = 30.0
+RECORD_BYTES = 16384
+"""The most that TLS puts into one record."""
+WRONG_TOKEN = "the token is not the one of this server"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    token: bytes | None = field(default=None, repr=False)
+    server_tls: ssl.SSLContext | None = field(default=None, repr=False)
+    client_tls: ssl.SSLContext | None = field(default=None, repr=False)
+    peer_timeout_s: float = PEER_TIMEOUT_S
+    """How long what was sent may stay unacknowledged before the other machine counts as gone."""
+
+
+OPEN = Terms()
+"""Those of one's own machine."""
+
+
+def load_terms(
+    environment: Mapping[str, str],
+    token_file: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
+) -> Terms:
+    """Out of files and the environment; a ConfigError says what is wrong with them, never what is
+    in them."""
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("tls_cert and tls_key belong together: give both")
+    try:
+        server_tls = client_tls = None
+        if tls_cert is not None:
+            server_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            server_tls.load_cert_chain(tls_cert, tls_key)
+            if tls_ca is not None:  # then whoever comes has to show a certificate too
+                server_tls.load_verify_locations(tls_ca)
+                server_tls.verify_mode = ssl.CERT_REQUIRED
+        if tls_ca is not None or tls_cert is not None:
+            client_tls = ssl.create_default_context(cafile=tls_ca)
+            if tls_cert is not None:
+                client_tls.load_cert_chain(tls_cert, tls_key)
+        for context in (server_tls, client_tls):
+            if context is not None:
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+    except OSError as error:  # which an SSLError is, too
+        named = ", ".join(name for name in (tls_cert, tls_key, tls_ca) if name)
+        raise ConfigError(f"cannot use {named} for TLS: {error.strerror or error}") from error
+    token = _load_token(environment, token_file)
+    return Terms(token=token, server_tls=server_tls, client_tls=client_tls)
+
+
+def _load_token(environment: Mapping[str, str], token_file: str | None) -> bytes | None:
+    where = f"the file {token_file}" if token_file else TOKEN_VARIABLE
+    if token_file is not None:
+        try:
+            token = Path(token_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text"
+            raise ConfigError(f"cannot read a token from {token_file}: {reason}") from None
+    elif TOKEN_VARIABLE in environment:
+        token = environment[TOKEN_VARIABLE].strip()
+    else:
+        return None
+    if len(token.encode()) < LEAST_TOKEN_BYTES:
+        raise ConfigError(
+            f"the token in {where} is too short; offbeat token makes one that cannot be guessed"
+        )
+    return token.encode()
+
+
+def prepare(sock: socket.socket, terms: Terms) -> None:
+    """Set up a TCP socket."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = int(1e3 * terms.peer_timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
+def admit(connection: Connection, terms: Terms, timeout_s: float) -> None:
+    """The server's side: find out whether the other end may speak. Raises ConnectionClosedError
+    where not."""
+    if terms.server_tls is not None:
+        _secure(connection, terms.server_tls, timeout_s, None)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    asks = terms.token is not None
+    connection.send(pack(CHALLENGE, length=NONCE_BYTES, flag=asks), nonce)
+    if terms.token is None:
+        return
+    theirs = _read(connection, PROOF, NONCE_BYTES + MAC_BYTES, timeout_s)
+    nonces = nonce + theirs[:NONCE_BYTES]
+    if not hmac.compare_digest(theirs[NONCE_BYTES:], _mac(terms.token, b"client", nonces)):
+        connection.close(*json_frame(REFUSE, {"reason": WRONG_TOKEN}))
+        raise ConnectionClosedError("somebody without the token", refused=True)
+    connection.send(pack(PROOF, length=MAC_BYTES), _mac(terms.token, b"server", nonces))
+
+
+def introduce(connection: Connection, terms: Terms, timeout_s: float, host: str) -> None:
+    """The client's side: prove to the server that we may speak, and have it prove itself. Raises
+    ConnectionClosedError where that fails."""
+    if terms.client_tls is not None:
+        _secure(connection, terms.client_tls, timeout_s, host)
+    frame = connection.receive(timeout_s)
+    if frame is None:
+        raise connection.lost(f"no word from the server within {timeout_s:g} s")
+    expect(connection, frame, CHALLENGE, NONCE_BYTES)
+    theirs = bytearray(NONCE_BYTES)
+    connection.read_body(memoryview(theirs))
+    if terms.token is None:
+        if frame.flag:
+            how = f"give it by {TOKEN_VARIABLE} or --token-file"
+            raise connection.lost(f"the server asks for a token: {how}", refused=True)
+        return
+    if not frame.flag:
+        raise connection.lost("the server has no token to prove itself with", refused=True)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    nonces = bytes(theirs) + nonce
+    proof = nonce + _mac(terms.token, b"client", nonces)
+    connection.send(pack(PROOF, length=len(proof)), proof)
+    answer = _read(connection, PROOF, MAC_BYTES, timeout_s)
+    if not hmac.compare_digest(answer, _mac(terms.token, b"server", nonces)):
+        raise connection.lost("the server does not know the token", refused=True)
+
+
+def _read(connection: Connection, kind: int, length: int, timeout_s: float) -> bytes:
+    frame = connection.receive(timeout_s)
+    if frame is None:
+        raise connection.lost(f"no proof within {timeout_s:g} s")
+    expect(connection, frame, kind, length)
+    raw = bytearray(length)
+    connection.read_body(memoryview(raw))
+    return bytes(raw)
+
+
+def _mac(token: bytes, side: bytes, nonces: bytes) -> bytes:
+    return hmac.new(token, side + nonces, hashlib.sha256).digest()
+
+
+def _secure(
+    connection: Connection, context: ssl.SSLContext, timeout_s: float, host: str | None
+) -> None:
+    """Have TLS from here on. `host`: whose certificate is wanted; None: the server's side."""
+    made: list[TlsSocket] = []
+
+    def make(sock: socket.socket) -> TlsSocket:
+        made.append(TlsSocket(sock, context, host))
+        return made[0]
+
+    try:
+        connection.wrap(make)
+        made[0].handshake(timeout_s)
+    except OSError as error:
+        refused = isinstance(error, ssl.SSLError)
+        reason = getattr(error, "verify_message", None) or str(error)
+        raise connection.lost(f"no TLS connection: {reason}", refused=refused) from error
+
+
+class TlsSocket:
+    """What `Connection` needs of a socket, over TLS.
+
+    OpenSSL lets one thread at a time at a connection; here one reads while another sends. So the
+    socket does not block, a lock is held for as long as a call takes, and waiting is done outside.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str | None) -> None:
+        sock.setblocking(False)
+        self._tls = context.wrap_socket(
+            sock,
+            server_side=host is None,
+            server_hostname=host,
+            do_handshake_on_connect=False,
+        )
+        self._lock = threading.Lock()
+        self._unfinished = b""
+        """A record that the network did not take yet: nothing else may be sent before it."""
+        self._its_owner_waits = False
+
+    def handshake(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            try:
+                self._tls.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN)
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT)
+        raise TimeoutError(f"not within {timeout_s:g} s")
+
+    def fileno(self) -> int:
+        return self._tls.fileno()
+
+    def recv_into(self, target: memoryview) -> int:
+        """Raises BlockingIOError when nothing came for a while."""
+        for last in (False, True):
+            with self._lock:
+                try:
+                    return self._tls.recv_into(target)
+                except ssl.SSLWantReadError:
+                    wanted = select.POLLIN
+                except ssl.SSLWantWriteError:
+                    wanted = select.POLLOUT
+                except ssl.SSLEOFError:
+                    return 0
+            if last or not self._wait(wanted):
+                raise BlockingIOError
+        raise AssertionError
+
+    def send(self, data: bytes | memoryview, flags: int = 0) -> int:
+        """How much was taken. Raises BlockingIOError when nothing was for a while: then the same
+        data has to come again. With MSG_DONTWAIT a record that cannot leave at once counts as
+        taken, and leaves before the next one."""
+        wait = not flags & socket.MSG_DONTWAIT
+        for last in (False, True):
+            with self._lock:
+                if self._unfinished and not self._its_owner_waits and not self._try(b""):
+                    pass  # an earlier record, which nobody waits for, is still in the way
+                else:
+                    chunk = self._unfinished or bytes(memoryview(data)[:RECORD_BYTES])
+                    if self._try(chunk):
+                        return len(chunk)
+                    self._its_owner_waits = wait
+                    if not wait:
+                        return len(chunk)
+            if not wait or last or not self._wait(select.POLLOUT):
+                raise BlockingIOError
+        raise AssertionError
+
+    def _try(self, chunk: bytes) -> bool:
+        """Have a record leave; where the network takes none it is kept for the next attempt."""
+        chunk = chunk or self._unfinished
+        try:
+            self._tls.send(chunk)
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            self._unfinished = chunk
+            return False
+        self._unfinished = b""
+        self._its_owner_waits = False
+        return True
+
+    def _wait(self, events: int) -> bool:
+        poll = select.poll()
+        poll.register(self._tls.fileno(), events)
+        return bool(poll.poll(1e3 * WAKE_S))
+
+    def shutdown(self, how: int) -> None:
+        self._tls.shutdown(how)
+
+    def close(self) -> None:
+        self._tls.close()

@@ -1,0 +1,415 @@
+"""Runs whose roles find each other by address: every promise of one machine, over TCP."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clusters import Cluster, Proxy, Role, cluster, finish
+from helpers import toy_recipe
+from rig import TOKEN, tls_terms, wait_until
+
+import offbeat
+from offbeat.byhand import check
+from offbeat.cli import main
+from offbeat.config import DISCIPLINES, make_config
+from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError
+from offbeat.events import read_events
+from offbeat.job import disagreement, make_job
+from offbeat.roles import door, remote
+from offbeat.roles.door import Relay
+from offbeat.transport.sockets import connect, connect_for_calls
+from offbeat.transport.terms import OPEN, Terms
+
+T = 10.0
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FLUSH_EVERY_S", 0.02)
+    monkeypatch.setattr(remote, "POLL_S", 0.02)
+
+
+def check_all_in(made: Cluster, steps: dict[int, int], servers: int) -> None:
+    """Every gradient of every worker is in every shard, once."""
+    expected = {
+        (shard, worker, sequence)
+        for shard in range(servers)
+        for worker, count in steps.items()
+        for sequence in range(1, count + 1)
+    }
+    applied = made.applied()
+    assert set(applied) == expected and set(applied.values()) == {1}
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_every_discipline_trains_over_tcp(discipline: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=2, workers=3, discipline=discipline, lr=0.3) as made:
+        result = finish(made, made.start_all())
+        assert result.summary["status"] == "finished"
+        assert result.summary["engine"] == "cluster"
+        assert result.summary["gradients"] == 3 * 15 * 8
+        assert (result.test_accuracy or 0) > 0.85
+        check_all_in(made, dict.fromkeys(range(3), 15 * 8), 2)
+        if discipline == "sync":
+            assert result.staleness.max == 0
+        assert not (made.run_dir / "cluster.json").exists()
+
+
+def test_sync_over_tcp_gives_the_bits_of_threads(tmp_path: Path) -> None:
+    options = {"discipline": "sync", "servers": 2, "workers": 2}
+    with cluster(tmp_path, **options) as made:
+        there = offbeat.load(finish(made, made.start_all()).run_dir)
+    here = offbeat.train(
+        "toy:recipe", engine="inproc", quiet=True, threads=1, run_dir=tmp_path / "r", **options
+    ).state_dict()
+    for name, tensor in here.items():
+        assert torch.equal(there[name], tensor)
+
+
+def test_with_token_and_tls_and_the_token_is_nowhere(tmp_path: Path) -> None:
+    terms = tls_terms()
+    with cluster(tmp_path, servers=1, workers=2, terms=terms) as made:
+        result = finish(made, made.start_all())
+        assert result.summary["gradients"] == 2 * 15 * 12
+        lines = "\n".join(line for role in made.roles for line in role.lines)
+    assert TOKEN.decode() not in lines
+    for path in made.run_dir.rglob("*"):
+        assert path.is_dir() or TOKEN not in path.read_bytes(), path
+
+
+def test_whoever_comes_early_waits_and_says_for_whom(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=2, workers=2, recipe="toy:short") as made:
+        for listener in made._listeners:
+            listener.close()  # nobody is there yet
+        worker, evaluator = made.start_worker(1), made.start_evaluator()
+        master = made.start_master()
+        where = made.hosts.ps[0]
+        for role in (worker, evaluator):
+            wait_until(lambda role=role: role.lines, "it says that it waits")  # type: ignore[misc]
+            assert role.lines == [f"waiting for server 0 at {where}"]
+        made._listeners = [made._listen(f"tcp:{address}") for address in made.hosts.ps]
+        made.start_servers()
+        assert finish(made, master).summary["gradients"] == 2 * 5 * 12
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2) as made:
+        made.start_timeout_s = 0.5
+        made.start_servers()
+        for role in (made.servers[0], made.start_worker(1), made.start_evaluator()):
+            with pytest.raises(ConnectionClosedError, match="--start-timeout"):
+                role.wait()
+
+
+@pytest.mark.parametrize("discipline", ["sync", "bounded"])
+def test_a_worker_that_never_comes_is_left_out(discipline: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=2, workers=3, discipline=discipline) as made:
+        made.start_timeout_s = 2.0
+        made.start_servers()
+        made.start_worker(1)
+        result = finish(made, made.start_master())
+        assert result.summary["status"] == "finished"
+        check_all_in(made, {0: 120, 1: 120}, 2)
+
+
+@pytest.mark.parametrize("discipline", ["sync", "apply-reply"])
+def test_a_worker_that_leaves_for_good_takes_nobody_along(discipline: str, tmp_path: Path) -> None:
+    options = {"discipline": discipline, "worker_timeout": 1.0}
+    with cluster(tmp_path, servers=2, workers=3, **options) as made:
+        made.start_servers()
+        leaving, staying = made.start_worker(1), made.start_worker(2)
+        master = made.start_master()
+        wait_until(lambda: made.run_dir.exists() and made.num_updates() > 40, "it is under way")
+        leaving.stop.set()
+        leaving.wait()
+        result = finish(made, master)
+        assert result.summary["status"] == "finished"
+        assert staying.lines[-1] == "worker 2 is through after 120 steps"
+        counts = [worker["gradients"] for worker in result.summary["workers"]]
+        assert counts[0] == counts[2] == 120 and 0 < counts[1] < 120
+
+
+@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+def test_a_server_that_is_started_again_gets_its_shard_back(
+    discipline: str, tmp_path: Path
+) -> None:
+    options = {"discipline": discipline, "checkpoint_every": 20, "epochs": 40}
+    with cluster(tmp_path, servers=2, workers=2, **options) as made:
+        master = made.start_all()
+        wait_until(lambda: made.newest_checkpoint() >= 20, "there is something to go on from")
+        made.restart_server(1)
+        result: Any = master.wait()
+        assert result.summary["status"] == "finished"
+        assert (result.test_accuracy or 0) > 0.85
+        loads = [e for e in read_events(made.run_dir / "events") if e.get("phase") == "load"]
+        assert [(e["shard"], e["epoch"]) for e in loads] in (
+            [(0, 0), (1, 0), (1, 1)],
+            [(1, 0), (1, 1), (0, 0)],
+        )
+        assert loads[-1]["version"] > 0 or loads[1]["version"] > 0
+
+
+# -- elastic ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("discipline", ["apply-reply", "lock-free", "bounded"])
+def test_workers_join_and_leave_and_the_schedule_stays_right(
+    discipline: str, tmp_path: Path
+) -> None:
+    options = {"discipline": discipline, "split": "shared", "recipe": "toy:scheduled"}
+    with cluster(tmp_path, servers=2, workers=2, epochs=60, **options) as made:
+        master = made.start_all()
+        wait_until(lambda: made.run_dir.exists() and made.num_updates() > 100, "it is under way")
+        first, second = made.start_worker(None), made.start_worker(None)
+        wait_until(lambda: len(made.applied().keys()) > 300, "they help")
+        first.stop.set()
+        first.wait()
+        result = finish(made, master)
+        total = 2 * 60 * 24
+        overshoot = 8 if discipline == "lock-free" else 0
+        assert total <= result.summary["updates"] <= total + overshoot
+        assert abs(result.summary["gradients"] - total) <= 8, "up to two of each worker are cut off"
+        assert (result.test_accuracy or 0) > 0.85
+        ranks = {worker["rank"] for worker in result.summary["workers"]}
+        assert ranks == {0, 1, 2, 3}, "each who joined has a rank of its own"
+        assert "through" in second.lines[-1]
+
+
+@pytest.mark.parametrize("options", [{"split": "disjoint"}, {"discipline": "sync"}])
+def test_nobody_joins_where_the_work_is_shared_out(options: dict[str, Any], tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2, **{"split": "shared", **options}) as made:
+        master = made.start_all()
+        with pytest.raises(ConnectionClosedError, match="nobody can join this run"):
+            made.start_worker(None).wait()
+        made.roles.pop()
+        finish(made, master)
+
+
+# -- broken connections ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proxies() -> Iterator[list[Proxy]]:
+    made: list[Proxy] = []
+    yield made
+    for proxy in made:
+        proxy.close()
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_worker_whose_connections_break_goes_on(
+    discipline: str, tmp_path: Path, proxies: list[Proxy]
+) -> None:
+    with cluster(tmp_path, servers=2, workers=2, discipline=discipline, epochs=40) as made:
+        proxies += [Proxy(address) for address in made.hosts.addresses]
+        made.start_servers()
+        worker = made.start_worker(1, tuple(proxy.address for proxy in proxies))
+        master = made.start_master()
+        for number in range(6):
+            reached = 40 * (number + 1)
+            wait_until(
+                lambda reached=reached: made.run_dir.exists() and made.num_updates() > reached,  # type: ignore[misc]
+                "it is under way",
+            )
+            proxies[number % 2].cut()
+        result = finish(made, master)
+        assert any("looking for it" in line for line in worker.lines), "nothing broke"
+        applied = made.applied()
+        assert set(applied.values()) == {1}, "something was applied twice"
+        mine = {(s, w, n) for s, w, n in applied if w == 1}
+        if discipline == "sync":  # a round may have closed without it
+            assert len(mine) > 2 * 480 - 20
+        else:
+            assert len(mine) == 2 * 480, "a gradient was lost"
+        assert result.summary["status"] == "finished"
+
+
+# -- handshakes ------------------------------------------------------------------------------------
+
+
+def test_a_mismatch_is_refused_with_the_difference_and_the_server_goes_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2, epochs=40) as made:
+        made.start_servers()
+        master = made.start_master()
+        wait_until(lambda: any("serving from" in x for x in made.servers[0].lines), "it serves")
+        job = make_job(make_config({"workers": 2, "recipe": "toy:recipe"}), toy_recipe())
+        ours = {"worker": 1, "incarnation": 9, **job.agreement}
+        for change, message in [
+            ({"protocol": 7}, "the protocol's version is 7 there, 2 here"),
+            ({"num_shards": 3}, "the number of servers is 3 there, 1 here"),
+            ({"optimizer": "Nothing()"}, r"the optimizer is Nothing\(\) there, "),
+            ({"model": [["a", [2], "float32"]]}, r"the model has a \[2\] float32 there, 0.weight"),
+            ({}, "the model: its tensors"),
+        ]:
+            hello = {**ours, **change, "fingerprint": "another"}
+            with pytest.raises(ConnectionClosedError, match=message):
+                connect(made.hosts.addresses[0], hello, job.layout(0), T)
+        made.start_worker(1)
+        finish(made, master)
+
+
+def test_a_recipe_that_differs_between_machines_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(tmp_path, servers=1, workers=2) as made:
+        made.start_servers()
+        monkeypatch.setattr(
+            door, "load_recipe", lambda name: toy_recipe(model=lambda: torch.nn.Linear(6, 3))
+        )
+        master = made.start_master()
+        with pytest.raises(OffbeatError, match=r"not the master's: the model has 0.weight"):
+            master.wait()
+        made.servers[0].stop.set()
+
+
+def test_what_differs_is_said_in_words() -> None:
+    ours = make_job(make_config({}), toy_recipe()).agreement
+    assert disagreement(ours, ours) == ""
+    assert "nothing more here" in disagreement(
+        {**ours, "model": [*ours["model"], ["z", [1], "float32"]], "fingerprint": "x"}, ours
+    )
+    assert disagreement({}, ours).startswith("the protocol's version is None there")
+
+
+def test_a_server_serves_one_run_at_a_time(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2, epochs=40) as made:
+        master = made.start_all()
+        wait_until(lambda: made.run_dir.exists() and made.num_updates() > 10, "it is under way")
+        made.run_dir = tmp_path / "other"
+        other = made.start_master()
+        with pytest.raises(OffbeatError, match="serves another run: toy:recipe"):
+            other.wait()
+        made.roles.remove(other)
+        made.run_dir = tmp_path / "run"
+        finish(made, master)
+
+
+def test_nonsense_in_a_call_is_its_senders_affair(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1, epochs=40) as made:
+        master = made.start_all()
+        wait_until(lambda: any("serving from" in x for x in made.servers[0].lines), "it serves")
+        for message in (
+            {"ask": "dinner"},
+            {"ask": "load", "state": {}, "finished": []},
+            {"ask": "configure"},
+            {},
+        ):
+            end = connect_for_calls(made.hosts.addresses[0], {}, remote.SMALL, T)
+            with pytest.raises(ConnectionClosedError):
+                end.call(message, {}, T)
+            end.close()
+        finish(made, master)
+
+
+# -- evaluator, checks, events ---------------------------------------------------------------------
+
+
+def test_an_evaluator_scores_each_checkpoint_once_and_the_last(tmp_path: Path) -> None:
+    options = {"recipe": "toy:scheduled", "checkpoint_every": 50, "epochs": 60}
+    with cluster(tmp_path, servers=2, workers=2, **options) as made:
+        evaluator = made.start_evaluator()
+        result = finish(made, made.start_all())
+        scores = [line for line in evaluator.lines if "precision @ 1 = " in line]
+        versions = [int(line.split()[1].strip(":")) for line in scores]
+        assert versions == sorted(set(versions)) and versions[-1] == result.summary["updates"]
+        assert scores[-1].endswith(f"precision @ 1 = {result.test_accuracy:.3f}"), "of the EMA"
+        kept = [e for e in read_events(made.run_dir / "events") if e["kind"] == "score"]
+        assert {e["version"] for e in kept} >= set(versions)
+
+
+def test_check_tells_who_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster(tmp_path, servers=2, workers=2, epochs=60, terms=Terms(token=TOKEN)) as made:
+        made.servers = [made._serve(0, made._listeners[0])]
+        assert not check(made.hosts, made.terms)
+        out = capsys.readouterr().out
+        assert "ps 0" in out and "waiting for the master" in out
+        assert "ps 1" in out and "not reachable" in out
+        made.servers.append(made._serve(1, made._listeners[1]))
+        assert check(made.hosts, made.terms), "nobody is missing"
+        made.start_worker(1)
+        master = made.start_master()
+        wait_until(lambda: made.run_dir.exists() and made.num_updates() > 10, "it is under way")
+        capsys.readouterr()
+        assert check(made.hosts, made.terms)
+        out = capsys.readouterr().out
+        assert "serving toy:recipe" in out and "fingerprint" in out
+        assert "worker 0  connected" in out and "master  connected" in out
+        assert not check(made.hosts, OPEN), "without the token nobody answers"
+        assert "asks for a token" in capsys.readouterr().out
+        finish(made, master)
+
+
+def test_events_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MOST_KEPT_BYTES", 30)
+    monkeypatch.setattr(door, "EVENT_BYTES", 12)
+    relay = Relay()
+    for number in range(4):
+        relay.add("worker-1", f"line {number}\nand\n".encode())
+    assert relay.num_lost == 2 * 11
+    taken = b""
+    while found := relay.take():
+        (part,) = found.values()
+        taken += bytes(part.tolist())
+        assert taken.endswith(b"\n") and len(part) <= 12
+    assert taken == b"line 0\nand\nline 1\nand\n"
+
+
+# -- eval ------------------------------------------------------------------------------------------
+
+
+def test_eval_scores_the_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "r")
+    result = offbeat.train("toy:scheduled", engine="inproc", quiet=True, run_dir=run)
+    before = sorted(path for path in Path(run).rglob("*"))
+    assert main(["eval", run]) == main(["eval", run, "--once"]) == 0
+    line = f"precision @ 1 = {result.test_accuracy:.3f}"
+    assert capsys.readouterr().out.splitlines() == [line, line]
+    assert main(["eval", run, "--follow"]) == 0
+    assert capsys.readouterr().out == f"version {result.summary['updates']}: {line}\n"
+    assert before == sorted(path for path in Path(run).rglob("*")), "it only looks"
+    assert offbeat.evaluate(run) == result.test_accuracy
+
+
+def test_eval_follows_a_run(tmp_path: Path) -> None:
+    lines: list[str] = []
+    run = tmp_path / "r"
+    training = Role(
+        "training",
+        lambda role: offbeat.train(
+            "toy:recipe", engine="inproc", quiet=True, run_dir=run, epochs=150, checkpoint_every=50
+        ),
+    )
+    wait_until(lambda: any((run / "checkpoints").glob("0*")), "it is under way")
+    offbeat.evaluate(run, follow=True, say=lines.append)
+    result = training.wait()
+    versions = [int(line.split()[1].strip(":")) for line in lines]
+    assert versions == sorted(set(versions)) and versions[-1] == result.summary["updates"]
+    assert len(versions) >= 2
+
+
+def test_eval_leaves_when_nobody_is_at_work(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    offbeat.train("toy:recipe", engine="inproc", quiet=True, run_dir=run)
+    (run / "state.json").unlink()  # as if its process had been killed
+    lines: list[str] = []
+    offbeat.evaluate(run, follow=True, say=lines.append)
+    assert len(lines) == 1
+
+
+def test_eval_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "is that a run?" in capsys.readouterr().err
+    without = offbeat.train(
+        toy_recipe(data=lambda config: (toy_recipe().data(config)[0], None)),
+        quiet=True,
+        run_dir=tmp_path / "r",
+    )
+    with pytest.raises(RecipeError, match="no test data"):
+        offbeat.evaluate(
+            without.run_dir,
+            recipe=toy_recipe(data=lambda config: (toy_recipe().data(config)[0], None)),
+        )
