@@ -1,9 +1,8 @@
 """`offbeat bench network`: payloads there and back between two processes, over TCP on loopback.
 
-Offbeat's transport, without and with TLS, beside torch.distributed's gloo and pyzmq: the same two
-processes, the same memory, in rounds that go through all of them. The other process only sends back
-what it got; Offbeat's worker fills a slot first and its server a reply, as in a run, so that it
-copies once more on either side than the others do.
+Offbeat's transport, without and with TLS, beside torch.distributed's gloo and pyzmq: between the
+same two processes, in rounds that go through all of them. What is sent lies ready on both sides,
+and is not copied before; nor is what came.
 
 The flags are in cli.py. The other process is `python -m offbeat.netbench FOLDER ELEMENTS NAME...`.
 """
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,12 +37,15 @@ TIMEOUT_S = 60.0
 BYTES_PER_ROUND = 2e8
 """So many go each way in a round, but of small payloads no more than MOST_EXCHANGES."""
 MOST_EXCHANGES = 50
+QUESTION, ANSWER = 1.0, 2.0
+"""What the payloads hold."""
 
 Row = dict[str, str | list[float]]
 
 
 class Way(ABC):
-    """A way for a payload to another process and back. One object on either side."""
+    """A way for a payload to another process, and for another one back. One object on either side;
+    what is sent lies ready."""
 
     def __init__(self, folder: Path, num_elements: int) -> None:
         self.folder = folder
@@ -61,12 +64,12 @@ class Way(ABC):
         """This process."""
 
     @abstractmethod
-    def exchange(self, gradient: Tensor, params: Tensor) -> None:
-        """This process: `gradient` there; what comes back into `params`."""
+    def exchange(self) -> Tensor:
+        """This process: send, and return what came back."""
 
     @abstractmethod
-    def answer(self) -> None:
-        """The other process: one exchange."""
+    def answer(self) -> Tensor:
+        """The other process: return what came, once the answer is sent."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -82,32 +85,35 @@ class Offbeat(Way):
         self._end: ServerEnd | None = None
         return self._listener.address
 
-    def connect(self, address: str) -> None:
-        layout = Layout(self.num_elements, 1)
-        self._link = connect(address, {}, layout, TIMEOUT_S, self.terms())
-
-    def exchange(self, gradient: Tensor, params: Tensor) -> None:
-        self._link.gradient_slot.values.copy_(gradient)
-        self._link.push(Header(0, 0, 1, 0, 0))
-        if self._link.wait_reply(TIMEOUT_S) is None:
-            raise RunError("no reply")
-        # a worker's parameters lie in the reply slot: nothing to copy
-
-    def params(self) -> Tensor:
-        return self._link.reply_slot.values
-
     def greet(self) -> None:
         self._end = self._listener.accept(TIMEOUT_S)
         assert self._end is not None
         self._end.read_hello(TIMEOUT_S)
+        self._end.reply_slot.values.fill_(ANSWER)
         self._end.welcome(Header(0, 0, 0, 0, 0))
 
-    def answer(self) -> None:
+    def connect(self, address: str) -> None:
+        layout = Layout(self.num_elements, 1)
+        self._link = connect(address, {}, layout, TIMEOUT_S, self.terms())
+        for _ in range(2):  # both slots
+            self._link.gradient_slot.values.fill_(QUESTION)
+            self._push()
+
+    def _push(self) -> None:
+        self._link.push(Header(0, 0, 1, 0, 0))
+        if self._link.wait_reply(TIMEOUT_S) is None:
+            raise RunError("no reply")
+
+    def exchange(self) -> Tensor:
+        self._push()
+        return self._link.reply_slot.values
+
+    def answer(self) -> Tensor:
         assert self._end is not None
         header = self._end.receive(TIMEOUT_S)
         assert header is not None
-        self._end.reply_slot.values.copy_(self._end.gradient_slot(header).values)
         self._end.send(header)
+        return self._end.gradient_slot(header).values
 
     def close(self) -> None:
         for end in ("_link", "_end", "_listener"):
@@ -125,16 +131,17 @@ class OffbeatTls(Offbeat):
 
 class Gloo(Way):
     def listen(self) -> str:
-        self._buffer = torch.empty(self.num_elements)
         return ""
 
     def greet(self) -> None:
-        self._join(1)
+        self._join(1, ANSWER)
 
     def connect(self, address: str) -> None:
-        self._join(0)
+        self._join(0, QUESTION)
 
-    def _join(self, rank: int) -> None:
+    def _join(self, rank: int, value: float) -> None:
+        self._mine: Tensor = torch.full((self.num_elements,), value)
+        self._theirs: Tensor = torch.zeros(self.num_elements)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         distributed.init_process_group(
             "gloo",
@@ -144,13 +151,15 @@ class Gloo(Way):
             timeout=datetime.timedelta(seconds=TIMEOUT_S),
         )
 
-    def exchange(self, gradient: Tensor, params: Tensor) -> None:
-        distributed.send(gradient, 1)
-        distributed.recv(params, 1)
+    def exchange(self) -> Tensor:
+        distributed.send(self._mine, 1)
+        distributed.recv(self._theirs, 1)
+        return self._theirs
 
-    def answer(self) -> None:
-        distributed.recv(self._buffer, 0)
-        distributed.send(self._buffer, 0)
+    def answer(self) -> Tensor:
+        distributed.recv(self._theirs, 0)
+        distributed.send(self._mine, 0)
+        return self._theirs
 
     def close(self) -> None:
         if distributed.is_initialized():
@@ -158,9 +167,12 @@ class Gloo(Way):
 
 
 class Zmq(Way):
-    def _open(self, kind: str) -> Any:
+    """Without copies: what comes is used where zmq has put it."""
+
+    def _open(self, kind: str, value: float) -> Any:
         import zmq
 
+        self._mine = torch.full((self.num_elements,), value)
         self._context = zmq.Context()
         made = self._context.socket(getattr(zmq, kind))
         made.setsockopt(zmq.LINGER, 0)
@@ -168,8 +180,7 @@ class Zmq(Way):
         return made
 
     def listen(self) -> str:
-        self._socket = self._open("REP")
-        self._buffer = torch.empty(self.num_elements)
+        self._socket = self._open("REP", ANSWER)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         return f"tcp://127.0.0.1:{port}"
 
@@ -177,16 +188,22 @@ class Zmq(Way):
         return
 
     def connect(self, address: str) -> None:
-        self._socket = self._open("REQ")
+        self._socket = self._open("REQ", QUESTION)
         self._socket.connect(address)
 
-    def exchange(self, gradient: Tensor, params: Tensor) -> None:
-        self._socket.send(as_bytes(gradient), copy=False)
-        as_bytes(params)[:] = self._socket.recv(copy=False).buffer
+    def exchange(self) -> Tensor:
+        self._socket.send(as_bytes(self._mine), copy=False)
+        return self._receive()
 
-    def answer(self) -> None:
-        as_bytes(self._buffer)[:] = self._socket.recv(copy=False).buffer
-        self._socket.send(as_bytes(self._buffer), copy=False)
+    def answer(self) -> Tensor:
+        found = self._receive()
+        self._socket.send(as_bytes(self._mine), copy=False)
+        return found
+
+    def _receive(self) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that nobody may write there
+            return torch.frombuffer(self._socket.recv(copy=False).buffer, dtype=torch.float32)
 
     def close(self) -> None:
         self._socket.close()
@@ -215,7 +232,6 @@ def network(*, sizes: Sequence[float], rounds: int, ways: Sequence[str]) -> list
 
 def _time_size(num_elements: int, rounds: int, ways: Sequence[str]) -> dict[str, list[float]]:
     count = max(1, min(MOST_EXCHANGES, round(BYTES_PER_ROUND / (4 * num_elements))))
-    gradient, params = torch.rand(num_elements), torch.zeros(num_elements)
     times: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name, _one_thread():
         folder = Path(name)
@@ -226,6 +242,8 @@ def _time_size(num_elements: int, rounds: int, ways: Sequence[str]) -> dict[str,
             with contextlib.ExitStack() as stack:
                 for way, made in here.items():
                     _order(orders, f"greet {way}")
+                    if isinstance(made, Offbeat):
+                        _order(orders, f"{way} 2")
                     made.connect(addresses[way])
                     stack.callback(made.close)
                 for number in range(rounds + 1):
@@ -233,15 +251,17 @@ def _time_size(num_elements: int, rounds: int, ways: Sequence[str]) -> dict[str,
                         _order(orders, f"{way} {count}")
                         start_s = time.perf_counter()
                         for _ in range(count):
-                            made.exchange(gradient, params)
+                            found = made.exchange()
                         took_s = (time.perf_counter() - start_s) / count
-                        found = made.params() if isinstance(made, Offbeat) else params
-                        if not torch.equal(found, gradient):
-                            raise RunError(f"{way} did not bring back what was sent")
-                        params.zero_()
+                        _check(way, found, ANSWER)
                         if number:  # the first round warms up
                             times[way].append(took_s)
     return times
+
+
+def _check(way: str, found: Tensor, value: float) -> None:
+    if not bool((found == value).all()):
+        raise RunError(f"{way} did not bring what was sent")
 
 
 def _order(orders: IO[bytes], line: str) -> None:
@@ -315,7 +335,8 @@ def _serve(folder: Path, num_elements: int, ways: Sequence[str]) -> None:
             made[second].greet()
         else:
             for _ in range(int(second)):
-                made[first].answer()
+                found = made[first].answer()
+            _check(first, found, QUESTION)
 
 
 if __name__ == "__main__":

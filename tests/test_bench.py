@@ -1,11 +1,13 @@
 """The benchmarks run, and their figures are what they say. How fast anything is, no test asks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from offbeat import bench
+from offbeat import bench, netbench
 from offbeat.cli import main
 from offbeat.errors import RunError
 
@@ -92,3 +94,23 @@ def test_the_normalisations_are_timed_side_by_side(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["normalisation", "torch's", "offbeat's"]
     assert lines[2].split()[-2:] == ["1.00", "(1.00..1.00)"]
+
+
+def test_networks_are_timed_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("zmq")
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    file = tmp_path / "found.json"
+    arguments = ["--sizes", "0.01", "--rounds", "2", "--json", str(file)]
+    assert main(["bench", "network", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:-1]] == ["tcp", "gloo", "pyzmq", "tls"]
+    rows = json.loads(file.read_text())["rows"]
+    ours = rows[0]["there and back, ms"]["rounds"]
+    for row in rows:
+        times = zip(row["there and back, ms"]["rounds"], ours, strict=True)
+        assert row["times tcp's"]["rounds"] == pytest.approx([a / b for a, b in times])
+    with pytest.raises(RunError, match="did not bring"):
+        netbench._check("tcp", torch.ones(2), netbench.ANSWER)

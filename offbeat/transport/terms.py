@@ -227,7 +227,7 @@ class TlsSocket:
     def fileno(self) -> int:
         return self._tls.fileno()
 
-    def recv_into(self, target: memoryview) -> int:
+    def recv_into(self, target: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         """Raises BlockingIOError when nothing came for a while."""
         for last in (False, True):
             with self._lock:

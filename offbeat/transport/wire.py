@@ -33,6 +33,8 @@ MOST_HELLO_BYTES = 1 << 16
 MOST_JSON_BYTES = 1 << 20
 STALL_TIMEOUT_S = 60.0
 """How long a peer may take to go on in the middle of a frame before it counts as gone."""
+CHUNK_BYTES = 1 << 20
+"""Of a payload that is sent or read at a time: so that one end reads while the other one sends."""
 WAKE_S = 0.2
 """A thread that waits for a frame looks up this often."""
 
@@ -123,7 +125,7 @@ class Pipe(Protocol):
     has moved for about WAKE_S."""
 
     def fileno(self) -> int: ...
-    def recv_into(self, target: memoryview, /) -> int: ...
+    def recv_into(self, target: memoryview, nbytes: int, flags: int, /) -> int: ...
     def send(self, data: Buffer, flags: int, /) -> int: ...
     def shutdown(self, how: int, /) -> None: ...
     def close(self) -> None: ...
@@ -201,14 +203,11 @@ class Connection:
             self._send_all(part)
 
     def _send_all(self, part: Buffer) -> None:
-        rest = part
+        rest = memoryview(part)
         deadline_s = 0.0
         while len(rest):
             try:
-                num_sent = self._socket.send(rest, socket.MSG_NOSIGNAL)
-                if num_sent == len(rest):
-                    return
-                rest = memoryview(rest)[num_sent:]
+                rest = rest[self._socket.send(rest[:CHUNK_BYTES], socket.MSG_NOSIGNAL) :]
                 deadline_s = 0.0
             except BlockingIOError:
                 deadline_s = deadline_s or time.monotonic() + STALL_TIMEOUT_S
@@ -241,7 +240,7 @@ class Connection:
                 rest = memoryview(target)
                 deadline_s = time.monotonic() + STALL_TIMEOUT_S
                 while len(rest):
-                    count = self._read_some(rest)
+                    count = self._read_some(rest[:CHUNK_BYTES], socket.MSG_WAITALL)
                     rest = rest[count:]
                     if count:
                         deadline_s = time.monotonic() + STALL_TIMEOUT_S
@@ -289,10 +288,10 @@ class Connection:
             self._num_read = 0
             return Frame(self._head), descriptor
 
-    def _read_some(self, target: memoryview) -> int:
+    def _read_some(self, target: memoryview, flags: int = 0) -> int:
         """Read what is there; 0 when nothing came for a while."""
         try:
-            count = self._socket.recv_into(target)
+            count = self._socket.recv_into(target, 0, flags)
         except BlockingIOError:
             return 0
         except OSError as error:
