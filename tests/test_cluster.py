@@ -341,6 +341,10 @@ def test_check_tells_who_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         finish(made, master)
 
 
+def text(found: dict[str, torch.Tensor]) -> bytes:
+    return b"".join(bytes(part.tolist()) for part in found.values())
+
+
 def test_events_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "MOST_KEPT_BYTES", 30)
     monkeypatch.setattr(door, "EVENT_BYTES", 12)
@@ -348,12 +352,28 @@ def test_events_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -
     for number in range(4):
         relay.add("worker-1", f"line {number}\nand\n".encode())
     assert relay.num_lost == 2 * 11
-    taken = b""
-    while found := relay.take():
-        (part,) = found.values()
-        taken += bytes(part.tolist())
-        assert taken.endswith(b"\n") and len(part) <= 12
+    taken, got = b"", None
+    while found := relay.take(got)[1]:
+        assert text(found).endswith(b"\n") and len(text(found)) <= 12
+        taken += text(found)
+        got = relay.take()[0]["relay"]
     assert taken == b"line 0\nand\nline 1\nand\n"
+
+
+def test_events_come_once_whatever_answer_is_lost() -> None:
+    relay = Relay()
+    relay.add("worker-1", b"a\nb\n", "x", 0)
+    relay.add("worker-1", b"a\nb\n", "x", 0)  # the answer to it was lost
+    relay.add("worker-1", b"b\nc\n", "x", 2)  # and so was this one's beginning
+    relay.add("worker-1", b"d\n", "another life of it", 0)
+    first, lines = relay.take()
+    assert text(lines) == b"a\nb\nc\nd\n"
+    relay.add("worker-1", b"e\n", "x", 6)
+    assert relay.take() == (first, lines), "it did not say that it has them"
+    assert relay.take(["another server", 1]) == (first, lines)
+    second, lines = relay.take(first["relay"])
+    assert text(lines) == b"e\n" and second != first
+    assert relay.take(second["relay"])[1] == {}
 
 
 # -- eval ------------------------------------------------------------------------------------------

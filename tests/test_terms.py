@@ -6,6 +6,7 @@ import hmac
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,16 @@ def test_workers_come_in_over_tls_while_strangers_knock() -> None:
     for thread in threads:
         thread.join()
     listener.close()
+
+
+@pytest.mark.parametrize("server_tls", [True, False])
+def test_a_server_that_stops_does_not_wait_for_a_silent_stranger(server_tls: bool) -> None:
+    terms = tls_terms() if server_tls else Terms(token=TOKEN)
+    with a_server(terms) as (listener, hellos), Stranger(listener) as stranger:
+        if not server_tls:
+            stranger.challenge()
+        else:
+            stranger.socket.sendall(b"\x16")  # half of TLS's first word
+        closing_s = time.monotonic()
+    assert time.monotonic() - closing_s < server.HELLO_TIMEOUT_S / 2
+    assert hellos == []

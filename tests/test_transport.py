@@ -3,6 +3,8 @@
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -502,3 +504,35 @@ def test_a_socket_in_a_file_is_removed_with_its_listener(tmp_path: Path) -> None
 def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
     with pytest.raises(ConfigError, match="is no address"):
         SocketListener(address, LAYOUT)
+
+
+@pytest.mark.parametrize("address", ["tcp:127.0.0.1:0", "tcp:[::1]:0"])
+def test_without_a_token_only_this_user_comes_in_over_loopback(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        door = SocketListener(address, LAYOUT)
+    except ConnectionClosedError:
+        pytest.skip("no such address here")
+    with contextlib.closing(door):
+        ours = dial(door)
+        end = door.accept(T)
+        assert end is not None
+        end.close()
+        ours.close()
+        monkeypatch.setattr(os, "getuid", lambda: 12345)  # as if the server were another user's
+        if Path("/proc/net/tcp").exists() and os.geteuid() != 0:
+            theirs = dial(door)
+            assert door.accept(T) is None
+            theirs.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to be somebody else")
+def test_another_user_stays_out() -> None:
+    with contextlib.closing(SocketListener("tcp:127.0.0.1:0", LAYOUT)) as door:
+        _, where = _resolve(door.address)
+        code = "import os, socket; 'a'.encode('idna'); os.setuid(65534); s = socket.socket(); "
+        code += f"s.settimeout(10); s.connect({where!r}); print(len(s.recv(100)))"
+        stranger = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert door.accept(T) is None
+        assert stranger.communicate(timeout=20)[0] == b"0\n"

@@ -6,11 +6,11 @@ engine `inproc`, with nobody in it but the master and rank 0.
 """
 
 import dataclasses
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -19,13 +19,12 @@ from offbeat.errors import ConnectionClosedError
 from offbeat.events import free_path
 from offbeat.hosts import Hosts
 from offbeat.job import Job
+from offbeat.roles.door import SOURCES
 from offbeat.roles.master import CALL_TIMEOUT_S, Patience
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Layout, Message
 from offbeat.transport.sockets import SocketNetwork
 from offbeat.transport.terms import Terms
-
-_SOURCES = re.compile(r"(ps|worker|evaluator)-\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +78,8 @@ class MasterNetwork(SocketNetwork):
         self._say = say
         self._missing: set[int] = set()
         self._files: dict[str, Path] = {}
+        self._got: dict[int, list[Any]] = {}
+        """What of each server's events is here: the number of the last answer that brought any."""
         before = folder.read_json(folder.cluster) if folder.cluster.exists() else {}
         self._run = str(before.get("run") or secrets.token_hex(8))
         self._epochs: list[int] = list(before.get("epochs") or [0] * len(self.addresses))
@@ -114,7 +115,7 @@ class MasterNetwork(SocketNetwork):
             self._missing.remove(shard)
             self._say(f"server {shard} is here")
         self._remember(shard, int(answer["epoch"]))
-        return _CollectingEnd(end, self._collect)
+        return _CollectingEnd(end, self._collect, self._got.setdefault(shard, []))
 
     def _remember(self, shard: int, epoch: int) -> None:
         self._epochs[shard] = max(self._epochs[shard], epoch + 1)
@@ -125,7 +126,7 @@ class MasterNetwork(SocketNetwork):
         """Keep lines of events in the run's folder, each source's in a file of its own."""
         for key, lines in tensors.items():
             name = key.removeprefix("events/")
-            if not _SOURCES.fullmatch(name):
+            if not SOURCES.fullmatch(name):
                 raise ConnectionClosedError(f"a server has events of {name!r}")
             if name not in self._files:
                 self._files[name] = free_path(self._folder.events, name)
@@ -139,10 +140,15 @@ class _CollectingEnd(CallEnd):
     """A connection for calls whose answers bring along what servers have for the run's folder."""
 
     def __init__(
-        self, end: CallEnd, collect: Callable[[Message, Mapping[str, Tensor]], None]
+        self,
+        end: CallEnd,
+        collect: Callable[[Message, Mapping[str, Tensor]], None],
+        got: list[Any],
     ) -> None:
+        """`got` outlives the connection: an answer that comes again is known by it."""
         self._end = end
         self._collect = collect
+        self._got = got
 
     def call(
         self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
@@ -156,9 +162,11 @@ class _CollectingEnd(CallEnd):
     def _ask(
         self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
     ) -> tuple[Message, dict[str, Tensor], bool]:
-        answer, found = self._end.call(message, tensors, timeout_s)
+        answer, found = self._end.call({**message, "got": self._got}, tensors, timeout_s)
         events = {name: found.pop(name) for name in list(found) if name.startswith("events/")}
-        self._collect(answer, events)
+        number = answer.pop("relay", self._got)
+        self._collect(answer, {} if number == self._got else events)
+        self._got[:] = number
         return answer, found, bool(events)
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ the door, and connections go to it. What else is asked here:
 """
 
 import logging
+import re
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -36,42 +38,65 @@ from offbeat.version import __version__
 
 MOST_KEPT_BYTES = 1 << 26
 """While the master is away; what comes beyond it is lost, and counted."""
+SOURCES = re.compile(r"(ps|worker|evaluator)-\d{1,9}")
+"""Whose events there may be."""
 LINGER_S = 60.0
 CONFIG_WAIT_S = 5.0
 """How long somebody who asks for the configuration waits for it before asking again."""
 
 
 class Relay:
-    """Lines of events on their way to the master, by the name of the file that they belong to."""
+    """Lines of events on their way to the master, by the name of the file that they belong to.
+
+    None is lost and none comes twice, whatever connection breaks: who sends lines says how many
+    bytes it had sent before, and what the master is given is kept until it says that it has it.
+    """
 
     def __init__(self) -> None:
         self.num_lost = 0
         """Bytes that found no room."""
         self._lock = threading.Lock()
         self._kept: dict[str, bytearray] = {}
+        self._come: dict[tuple[str, str], int] = {}
+        """How many bytes came from each source."""
+        self._name = secrets.token_hex(8)
+        self._number = 0
+        self._under_way: dict[str, Tensor] = {}
 
-    def add(self, name: str, lines: bytes) -> None:
+    def add(self, name: str, lines: bytes, source: str = "", before: int | None = None) -> None:
+        """`source` sent `before` bytes before these; what was here already is left out."""
         with self._lock:
+            come = self._come.get((name, source), 0)
+            if before is not None:
+                lines = lines[max(0, come - before) :]
+            self._come[name, source] = come + len(lines)
             if sum(map(len, self._kept.values())) + len(lines) > MOST_KEPT_BYTES:
                 self.num_lost += len(lines)
-            else:
+            elif lines:
                 self._kept.setdefault(name, bytearray()).extend(lines)
 
-    def take(self) -> dict[str, Tensor]:
-        """What is there, or as much of it as a call can carry; whole lines only."""
+    def take(self, got: Any = None) -> tuple[Message, dict[str, Tensor]]:
+        """What is there, or as much of it as a call can carry, in whole lines; `got`: what the
+        master says that it has, as the last answer's message put it."""
+        with self._lock:
+            if not self._under_way or got == [self._name, self._number]:
+                self._under_way = self._cut()
+                self._number += 1
+            return {"relay": [self._name, self._number]}, dict(self._under_way)
+
+    def _cut(self) -> dict[str, Tensor]:
         taken: dict[str, Tensor] = {}
         room = EVENT_BYTES
-        with self._lock:
-            for name in list(self._kept):
-                lines = self._kept[name]
-                cut = len(lines) if len(lines) <= room else lines.rfind(b"\n", 0, room) + 1
-                if cut:
-                    taken[f"events/{name}"] = torch.frombuffer(lines[:cut], dtype=torch.uint8)
-                    room -= cut
-                    if cut == len(lines):
-                        del self._kept[name]
-                    else:
-                        self._kept[name] = lines[cut:]
+        for name in list(self._kept):
+            lines = self._kept[name]
+            cut = len(lines) if len(lines) <= room else lines.rfind(b"\n", 0, room) + 1
+            if cut:
+                taken[f"events/{name}"] = torch.frombuffer(lines[:cut], dtype=torch.uint8)
+                room -= cut
+                if cut == len(lines):
+                    del self._kept[name]
+                else:
+                    self._kept[name] = lines[cut:]
         return taken
 
 
@@ -231,9 +256,10 @@ class Door:
                 return self._configure(message), {}
             case {"ask": "config"}:
                 return self._config(message), {}
-            case {"ask": "events", "name": str(name)}:
-                for lines in tensors.values():
-                    self._relay.add(name, lines.numpy().tobytes())
+            case {"ask": "events", "name": str(name), "source": str(source), "before": int(before)}:
+                if not SOURCES.fullmatch(name):
+                    raise ConnectionClosedError(f"nobody here is called {name!r}", refused=True)
+                self._relay.add(name, tensors["lines"].numpy().tobytes(), source, before)
                 return {}, {}
             case {"ask": "leave", "who": str(who)}:
                 self._evaluators.discard(who)
@@ -250,7 +276,8 @@ class Door:
         if message["ask"] in ("status", "finish"):  # the master's: along go the events
             self._master_heard_s = time.monotonic()
             self._run.events.flush()
-            return {**answered, "failures": self._failures}, self._relay.take()
+            number, lines = self._relay.take(message.get("got"))
+            return {**answered, **number, "failures": self._failures}, lines
         return answered, more
 
     def _about(self) -> Message:

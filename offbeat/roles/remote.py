@@ -50,6 +50,8 @@ class CallSink:
         self._network = network
         self._name = name
         self._kept = bytearray()
+        self._source = secrets.token_hex(8)
+        self._num_sent = 0
         self._end: CallEnd | None = None
 
     def write(self, text: str) -> None:
@@ -65,8 +67,10 @@ class CallSink:
                 if self._end is None:
                     self._end = self._network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
                 lines = torch.frombuffer(self._kept[:cut], dtype=torch.uint8)  # a copy
-                message = {"ask": "events", "name": self._name}
+                who = {"name": self._name, "source": self._source}
+                message = {"ask": "events", **who, "before": self._num_sent}
                 self._end.call(message, {"lines": lines}, CALL_TIMEOUT_S)
+                self._num_sent += cut
                 del self._kept[:cut]
         except ConnectionClosedError:  # at the next flush, perhaps
             self.close()

@@ -16,9 +16,11 @@ import os
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -321,11 +323,15 @@ class SocketListener(Listener):
                 raise ConnectionClosedError("the listener was closed") from error
             return None  # whoever knocked is gone again, or there are no descriptors left
         inline = accepted.family != socket.AF_UNIX
-        if inline:
-            prepare(accepted, self.terms)
-        elif not _same_user(accepted):
+        if inline and self.terms.token is not None:
+            known = True  # as soon as it has proved it
+        else:
+            known = _same_user_here(accepted) if inline else _same_user(accepted)
+        if not known:
             accepted.close()
             return None
+        if inline:
+            prepare(accepted, self.terms)
         return SocketServerEnd(Connection(accepted), self.layout, self.terms, inline=inline)
 
     def close(self) -> None:
@@ -471,3 +477,31 @@ def _same_user(sock: socket.socket) -> bool:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
     return bool(uid == os.getuid())
+
+
+def _same_user_here(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a TCP connection within this machine belongs to this
+    user, or to root; True where the system does not tell."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    ours, theirs = _in_table(sock.getsockname()), _in_table(sock.getpeername())
+    owners: dict[tuple[str, str], int] = {}
+    for table in tables:
+        with contextlib.suppress(OSError):
+            for line in table.read_text().splitlines()[1:]:
+                fields = line.split()
+                owners[fields[1], fields[2]] = int(fields[7])
+    if (ours, theirs) not in owners:
+        return True
+    return owners.get((theirs, ours)) in (os.getuid(), 0)
+
+
+def _in_table(address: tuple[Any, ...]) -> str:
+    """An address as /proc/net/tcp has it: words of four bytes in the machine's order, then the
+    port."""
+    host, port = str(address[0]).partition("%")[0], int(address[1])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    raw = socket.inet_pton(family, host)
+    words = [raw[i : i + 4] for i in range(0, len(raw), 4)]
+    if sys.byteorder == "little":
+        words = [word[::-1] for word in words]
+    return f"{b''.join(words).hex().upper()}:{port:04X}"

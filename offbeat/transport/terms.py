@@ -177,15 +177,10 @@ def _secure(
     connection: Connection, context: ssl.SSLContext, timeout_s: float, host: str | None
 ) -> None:
     """Have TLS from here on. `host`: whose certificate is wanted; None: the server's side."""
-    made: list[TlsSocket] = []
-
-    def make(sock: socket.socket) -> TlsSocket:
-        made.append(TlsSocket(sock, context, host))
-        return made[0]
-
     try:
-        connection.wrap(make)
-        made[0].handshake(timeout_s)
+        connection.wrap(
+            lambda sock: TlsSocket(sock, context, host), lambda tls: tls.handshake(timeout_s)
+        )
     except OSError as error:
         refused = isinstance(error, ssl.SSLError)
         reason = getattr(error, "verify_message", None) or str(error)
@@ -281,7 +276,8 @@ class TlsSocket:
         return bool(poll.poll(1e3 * WAKE_S))
 
     def shutdown(self, how: int) -> None:
-        self._tls.shutdown(how)
+        """Of the socket underneath: another thread may be at work with TLS's state."""
+        socket.socket.shutdown(self._tls, how)
 
     def close(self) -> None:
         self._tls.close()

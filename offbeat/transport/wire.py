@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -131,6 +131,9 @@ class Pipe(Protocol):
     def close(self) -> None: ...
 
 
+Wrapped = TypeVar("Wrapped", bound=Pipe)
+
+
 class Connection:
     """A socket that carries frames. One thread reads; any may send; any may close."""
 
@@ -153,13 +156,17 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def wrap(self, make: Callable[[socket.socket], Pipe]) -> None:
-        """Have another layer between the frames and the socket; before anything was sent."""
+    def wrap(
+        self, make: Callable[[socket.socket], Wrapped], begin: Callable[[Wrapped], None]
+    ) -> None:
+        """Have another layer between the frames and the socket, before anything was sent. Nobody
+        else reads or sends until `begin` is done; `close` ends it."""
         with self._sending, self._reading:
             if self._closed is not None:
                 raise self._closed.again()
             assert isinstance(self._socket, socket.socket)
-            self._socket = make(self._socket)
+            self._socket = wrapped = make(self._socket)
+            begin(wrapped)
 
     # -- sending -------------------------------------------------------------------------------
 
