@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from offbeat.checkpoint import newest_checkpoint, write_weights
@@ -125,11 +126,15 @@ def evaluate(
         scored=scored,
         every=1,
     )
-    if follow:
-        evaluator.gives_up = True
-        evaluator.run()
-    else:
-        evaluator.score(newest_checkpoint(folder.checkpoints))
+    threads_before = torch.get_num_threads()
+    try:
+        if follow:
+            evaluator.gives_up = True
+            evaluator.run()
+        else:
+            evaluator.score(newest_checkpoint(folder.checkpoints))
+    finally:
+        torch.set_num_threads(threads_before)
     return scores[-1] if scores else None
 
 

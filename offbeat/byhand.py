@@ -187,9 +187,14 @@ def _console(name: str) -> Iterator[tuple[logging.Logger, threading.Event]]:
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, stop_or_give_up)
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, stop_or_give_up)  # nohup stays nohup
     try:
         yield log, stop
+    except ConnectionClosedError:
+        if not stop.is_set():
+            raise
+        raise KeyboardInterrupt from None  # it was waiting for somebody
     finally:
         for number, former in before.items():
             signal.signal(number, former)

@@ -84,6 +84,7 @@ def _signals_as_ctrl_c() -> Iterator[None]:
     before = {
         number: signal.signal(number, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
     }
     try:
         yield
@@ -471,6 +472,8 @@ def _eval(known: argparse.Namespace) -> int:
 
 
 def _role(known: argparse.Namespace) -> int:
+    if CONTROL_VARIABLE in os.environ:
+        return _role_of_engine(known)
     found = find_hosts(
         os.environ,
         file=known.file,
@@ -478,7 +481,7 @@ def _role(known: argparse.Namespace) -> int:
         worker=known.worker_at,
         master=known.master_at,
     )
-    if found is None or CONTROL_VARIABLE in os.environ:
+    if found is None:
         return _role_of_engine(known)
     hosts, task = found
     role, index = known.role, getattr(known, "index", None)

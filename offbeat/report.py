@@ -136,7 +136,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "status": figures.status,
         "gradients": gradients,
         "updates": updates,
-        "total_time_s": figures.end_s,
+        "total_time_s": max(figures.end_s, figures.last_s, 0.0),  # one that was killed has no end
         "train_time_s": round(train_time_s, 6),
         "gradients_per_s": _rate(gradients, train_time_s),
         "updates_per_s": _rate(updates, train_time_s),

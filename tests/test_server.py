@@ -206,7 +206,7 @@ def test_a_snapshot_is_taken_at_the_version_asked_for(tmp_path: Path) -> None:
 def test_strangers_and_twins_are_refused_and_the_server_goes_on(tmp_path: Path) -> None:
     with rig(tmp_path, "apply-reply", 2) as r:
         hand = r.join(0)
-        with pytest.raises(ConnectionClosedError, match="disagree about the model"):
+        with pytest.raises(ConnectionClosedError, match="has another run: the model"):
             r.join(1, fingerprint="another")
         newer = r.join(1, incarnation=2)
         with pytest.raises(ConnectionClosedError, match="a newer worker 1 is here already"):

@@ -213,7 +213,8 @@ def test_the_file_of_a_run_that_fails_is_whole(run_dir: Path) -> None:
 
 
 def status(version: int, *staleness: int) -> Status:
-    return Status(version, 0, True, frozenset(), False, list(staleness))
+    nobody: frozenset[int] = frozenset()
+    return Status(version, 0, True, nobody, nobody, nobody, False, list(staleness))
 
 
 def test_the_masters_looks_are_shown_once_a_second_and_at_the_end(run_dir: Path) -> None:

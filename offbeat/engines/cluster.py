@@ -7,6 +7,8 @@ engine `inproc`, with nobody in it but the master and rank 0.
 
 import dataclasses
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +22,14 @@ from offbeat.events import free_path
 from offbeat.hosts import Hosts
 from offbeat.job import Job
 from offbeat.roles.door import SOURCES
-from offbeat.roles.master import CALL_TIMEOUT_S, Patience
+from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Layout, Message
 from offbeat.transport.sockets import SocketNetwork
 from offbeat.transport.terms import Terms
+
+DRAIN_S = 5.0
+"""How long a master whose run is over waits for the workers' last words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +83,21 @@ class MasterNetwork(SocketNetwork):
         self._say = say
         self._missing: set[int] = set()
         self._files: dict[str, Path] = {}
-        self._got: dict[int, list[Any]] = {}
-        """What of each server's events is here: the number of the last answer that brought any."""
         before = folder.read_json(folder.cluster) if folder.cluster.exists() else {}
+        self._got: dict[int, list[Any]] = {int(k): v for k, v in before.get("got", {}).items()}
+        """What of each server's events is here: the number of the last answer that brought any."""
         self._run = str(before.get("run") or secrets.token_hex(8))
-        self._epochs: list[int] = list(before.get("epochs") or [0] * len(self.addresses))
+        self._epochs: list[int] = list(before.get("epochs", ()))
         """What each server is to call its next life."""
+        if len(self._epochs) != len(self.addresses):
+            self._epochs = [max(self._epochs, default=0)] * len(self.addresses)
         options = {**job.config.to_json(), "threads": threads}
         for own in ("run_dir", "device", "quiet", "tensorboard", "log_every"):
             options.pop(own)  # each machine's own affair
         self._message: Message = {
             "ask": "configure",
             "run": self._run,
+            "life": secrets.token_hex(8),
             "config": options,
             "facts": dataclasses.asdict(job.facts),
             "agreement": job.agreement,
@@ -115,11 +123,16 @@ class MasterNetwork(SocketNetwork):
             self._missing.remove(shard)
             self._say(f"server {shard} is here")
         self._remember(shard, int(answer["epoch"]))
-        return _CollectingEnd(end, self._collect, self._got.setdefault(shard, []))
+        got = self._got.setdefault(shard, [])
+        return _CollectingEnd(end, self._collect, got, self._write)
 
     def _remember(self, shard: int, epoch: int) -> None:
         self._epochs[shard] = max(self._epochs[shard], epoch + 1)
-        state = {"run": self._run, "epochs": self._epochs, "ps": self.addresses}
+        self._write()
+
+    def _write(self) -> None:
+        """For a master that takes this one's place."""
+        state = {"run": self._run, "epochs": self._epochs, "got": self._got}
         self._folder.write_json(self._folder.cluster, state)
 
     def _collect(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
@@ -144,20 +157,32 @@ class _CollectingEnd(CallEnd):
         end: CallEnd,
         collect: Callable[[Message, Mapping[str, Tensor]], None],
         got: list[Any],
+        remember: Callable[[], None],
     ) -> None:
-        """`got` outlives the connection: an answer that comes again is known by it."""
+        """`got` outlives the connection: an answer that comes again is known by it. `remember` is
+        called when it has changed."""
         self._end = end
         self._collect = collect
         self._got = got
+        self._remember = remember
 
     def call(
         self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
     ) -> tuple[Message, dict[str, Tensor]]:
-        if message["ask"] == "finish":  # what is left, as many calls as it takes
-            while self._ask({"ask": "status"}, {}, timeout_s)[2]:
-                pass
         answer, found, _ = self._ask(message, tensors, timeout_s)
+        if message["ask"] == "finish":
+            self._drain(timeout_s)
         return answer, found
+
+    def _drain(self, timeout_s: float) -> None:
+        """The workers were told that the run is over: collect what they still have to tell."""
+        deadline_s = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline_s:
+            status, _, some = self._ask({"ask": "status"}, {}, timeout_s)
+            if not some and not status["present"]:
+                break
+            threading.Event().wait(POLL_S / 2)
+        self._end.call({"ask": "release"}, {}, timeout_s)
 
     def _ask(
         self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
@@ -166,7 +191,10 @@ class _CollectingEnd(CallEnd):
         events = {name: found.pop(name) for name in list(found) if name.startswith("events/")}
         number = answer.pop("relay", self._got)
         self._collect(answer, {} if number == self._got else events)
+        is_new = bool(events) and number != self._got
         self._got[:] = number
+        if is_new:
+            self._remember()
         return answer, found, bool(events)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from offbeat.roles.evaluator import Evaluator, metric_name
 from offbeat.roles.master import Master, Patience
 from offbeat.roles.master import Status as ServerStatus
 from offbeat.roles.server import Server
-from offbeat.roles.worker import Worker
+from offbeat.roles.worker import CONNECT_TIMEOUT_S, Worker
 from offbeat.rundir import RunFolder, close_log
 from offbeat.summaries import Summaries
 from offbeat.transport.base import Listener, Network
@@ -112,6 +112,7 @@ class InprocEngine:
                 summaries=of_steps if rank == 0 else None,
                 say=display.notice if rank == 0 else None,
                 seeds_torch=elsewhere is not None,
+                connect_timeout_s=elsewhere.start_timeout_s if elsewhere else CONNECT_TIMEOUT_S,
                 **self._means(f"worker-{rank}"),
             )
             for rank, model in enumerate(of_workers)
@@ -242,8 +243,8 @@ class InprocEngine:
     def _worker_failed(self, worker: Worker) -> Callable[[BaseException], None]:
         def failed(error: BaseException) -> None:
             worker.log.error("failed", exc_info=error)
-            if self.stop.is_set():
-                return  # it went down with a run that had failed already
+            if self.stop.is_set() or self.folder.state.exists():
+                return  # it went down with a run that had failed already, or was over
             if isinstance(error, NonFiniteLossError):
                 self.failures.append(error)
             else:

@@ -40,6 +40,8 @@ MOST_KEPT_BYTES = 1 << 26
 """While the master is away; what comes beyond it is lost, and counted."""
 SOURCES = re.compile(r"(ps|worker|evaluator)-\d{1,9}")
 """Whose events there may be."""
+RELEASE_TIMEOUT_S = 10.0
+JOINED_PER_EPOCH = 1000
 LINGER_S = 60.0
 CONFIG_WAIT_S = 5.0
 """How long somebody who asks for the configuration waits for it before asking again."""
@@ -67,9 +69,10 @@ class Relay:
         """`source` sent `before` bytes before these; what was here already is left out."""
         with self._lock:
             come = self._come.get((name, source), 0)
+            num_bytes = len(lines) + (come if before is None else 0)
             if before is not None:
                 lines = lines[max(0, come - before) :]
-            self._come[name, source] = come + len(lines)
+            self._come[name, source] = max(come, (before or 0) + num_bytes)
             if sum(map(len, self._kept.values())) + len(lines) > MOST_KEPT_BYTES:
                 self.num_lost += len(lines)
             elif lines:
@@ -156,6 +159,10 @@ class Door:
         self._evaluators: set[str] = set()
         """Those that did not leave yet."""
         self._closing = False
+        self._released = threading.Event()
+        """The master has all that there is to have, or needs nothing any more."""
+        self._life = ""
+        """Of the master."""
         self._master_heard_s = time.monotonic()
         self._tick = threading.Event()
         self._acceptor = Acceptor(listener, self._serve, f"ps-{index}")
@@ -185,7 +192,8 @@ class Door:
                     )
             if server.failure is not None:
                 raise server.failure
-            server.close()
+            server.close()  # the workers are told
+            self._released.wait(RELEASE_TIMEOUT_S)
             self._linger()
         finally:
             self._close()
@@ -199,6 +207,8 @@ class Door:
 
     def _close(self) -> None:
         self._closing = True
+        if self._relay.num_lost:
+            self.log.warning("%d bytes of events found no room", self._relay.num_lost)
         self._acceptor.close()
         if self._run is not None:
             self._run.server.close(over=self._run.server.over.is_set())
@@ -232,7 +242,7 @@ class Door:
             while not self._is_over():
                 end.answer_calls(answer, POLL_S)
             over = self._run is not None and self._run.server.over.is_set()
-            end.close("the run is over" if over else "the server was stopped", over=over)
+            end.close(self._run.server.reason if self._run else "the server was stopped", over=over)
         except ConnectionClosedError as error:
             if error.refused:
                 end.refuse(str(error))
@@ -260,6 +270,9 @@ class Door:
                 if not SOURCES.fullmatch(name):
                     raise ConnectionClosedError(f"nobody here is called {name!r}", refused=True)
                 self._relay.add(name, tensors["lines"].numpy().tobytes(), source, before)
+                return {}, {}
+            case {"ask": "release"}:
+                self._released.set()
                 return {}, {}
             case {"ask": "leave", "who": str(who)}:
                 self._evaluators.discard(who)
@@ -305,13 +318,30 @@ class Door:
                 self._run = self._make_run(message)
                 self._master_heard_s = time.monotonic()
                 self._configured.set()
-            elif self._run.message["run"] != message["run"]:
+            else:
+                self._check_same(self._run, message)
+            if message["life"] != self._life:  # a master that was started anew
+                self._life = message["life"]
+                self._failures.clear()
+            return {"epoch": self._run.server.epoch}
+
+    def _check_same(self, run: Run, message: Message) -> None:
+        where = f"at version {run.server.shard.version}"
+        if run.message["run"] != message["run"]:
+            recipe = run.job.config.recipe
+            raise ConnectionClosedError(
+                f"server {self.index} serves another run: {recipe}, {where}", refused=True
+            )
+        before = {**run.message["config"], **run.message["agreement"]}
+        now = {**message["config"], **message["agreement"]}
+        for key in now:
+            if now[key] != before.get(key):
                 raise ConnectionClosedError(
-                    f"server {self.index} serves another run: {self._run.job.config.recipe}, "
-                    f"at version {self._run.server.shard.version}",
+                    f"server {self.index} is in the midst of this run, {where}, with {key} "
+                    f"{before.get(key)} instead of {now[key]}: go on as it was, or end the servers "
+                    f"and start them again",
                     refused=True,
                 )
-            return {"epoch": self._run.server.epoch}
 
     def _make_run(self, message: Message) -> Run:
         try:
@@ -355,6 +385,12 @@ class Door:
             rank = message.get("rank")
             if message.get("join"):
                 rank = self._new_rank(run)
+            elif rank is not None and not 0 <= int(rank) < run.job.config.workers:
+                raise ConnectionClosedError(
+                    f"this run has {run.job.config.workers} workers: there is no rank {rank}; do "
+                    f"all machines have the same cluster file?",
+                    refused=True,
+                )
             if rank is not None:
                 applied = run.server.shard.applied.get(rank, (-1, 0))[0]
                 before = max(run.given.get(rank, -1), applied, run.server.epoch << 16)
@@ -370,8 +406,10 @@ class Door:
                 "and data of a known length",
                 refused=True,
             )
-        known = [*run.given, *run.server.shard.applied, run.job.config.workers - 1]
-        return max(known) + 1
+        known = [*run.given, *run.server.shard.applied, *run.server.present()]
+        # who joined before this server was started anew may not be known here
+        first = run.job.config.workers + JOINED_PER_EPOCH * run.server.epoch
+        return max([first - 1, *known]) + 1
 
 
 def job_from(message: Message, *, with_data: bool, **local: Any) -> Job:

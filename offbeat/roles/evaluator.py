@@ -63,6 +63,7 @@ class Evaluator:
     def run(self) -> None:
         torch.set_num_threads(1)
         while not self._stop.is_set():
+            idle = self.gives_up and not self._folder.is_locked()
             last = self._last_name()  # before the look at the folder: what it names is there
             newest = next(reversed(list_checkpoints(self._folder.checkpoints)), None)
             if (
@@ -72,7 +73,7 @@ class Evaluator:
             ):
                 self._score(newest)
                 self._scored_path = newest
-            if last is not None or (self.gives_up and not self._folder.is_locked()):
+            if last is not None or idle:
                 return
             self._stop.wait(POLL_S)
 

@@ -49,6 +49,8 @@ class Status:
     loaded: bool
     finished: frozenset[int]
     present: frozenset[int]
+    awaited: frozenset[int]
+    """Workers that its discipline counts on, and that did not come yet."""
     ready: bool
     staleness: list[int]
 
@@ -62,10 +64,11 @@ class RemoteServer:
         self._hello = {"worker": 0, "incarnation": 0, **agreement}
         self._layout = layout
         self._end: CallEnd | None = None
+        self.was_reached = False
 
     def status(self) -> Status:
         found, _ = self._call({"ask": "status"})
-        sets = {key: frozenset(found[key]) for key in ("finished", "present")}
+        sets = {key: frozenset(found[key]) for key in ("finished", "present", "awaited")}
         return Status(**{**found, **sets})
 
     def load(self, state: ShardState, finished: Sequence[int]) -> None:
@@ -101,10 +104,12 @@ class RemoteServer:
                 self._end = self._network.connect_for_calls(
                     self.index, self._hello, self._layout, CALL_TIMEOUT_S
                 )
-            return self._end.call(message, tensors or {}, CALL_TIMEOUT_S)
+            answer = self._end.call(message, tensors or {}, CALL_TIMEOUT_S)
         except ConnectionClosedError:
             self.close()
             raise
+        self.was_reached = True
+        return answer
 
 
 class Patience:
@@ -130,7 +135,11 @@ class Patience:
         self._finished: set[int] = set()
         self._gone_s: dict[int, float] = {}
         """Since when each of those that came is away."""
-        self._left_out: set[int] = set()
+        self._late: set[int] = set()
+
+    def begin(self) -> None:
+        """The servers are there: from now on workers can come."""
+        self._begun_s = self._now()
 
     def look(self, present: Collection[int], finished: Collection[int]) -> None:
         now_s = self._now()
@@ -139,30 +148,28 @@ class Patience:
             if rank in present or rank in finished:
                 if rank in self._gone_s and rank in present:
                     self._say(f"worker {rank} is back")
-                elif rank not in self._come:
-                    self._come.add(rank)
+                self._come.add(rank)
+                self._late.discard(rank)
                 self._gone_s.pop(rank, None)
             elif rank in self._come and rank not in self._gone_s:
                 self._gone_s[rank] = now_s
                 self._say(f"worker {rank} is gone; the others go on")
 
-    def late(self) -> list[int]:
-        """Those that did not come in time: each is named once."""
-        if self._now() - self._begun_s < self._start_s:
-            return []
-        late = [r for r in self._ranks if r not in self._come and r not in self._left_out]
-        self._left_out.update(late)
-        for rank in late:
-            self._say(f"worker {rank} did not come within {self._start_s:g} s: going on without it")
-        return late
+    def given_up(self) -> set[int]:
+        """Those that did not come in time, or did not come back."""
+        now_s = self._now()
+        if now_s - self._begun_s >= self._start_s:
+            for rank in set(self._ranks) - self._come - self._late:
+                self._late.add(rank)
+                line = f"worker {rank} did not come within {self._start_s:g} s: going on without it"
+                self._say(line)
+        gone = {r for r, since_s in self._gone_s.items() if now_s - since_s > self._absent_s}
+        return (self._late | gone) - {0}
 
     def is_done(self) -> bool:
-        """Whether everybody is through, but for those who did not come, or not come back."""
-        now_s = self._now()
-        given_up = {r for r, since_s in self._gone_s.items() if now_s - since_s > self._absent_s}
-        return bool(self._finished) and (self._finished | self._left_out | given_up).issuperset(
-            self._ranks
-        )
+        """Whether everybody is through, but for those who are given up. Rank 0, which is the
+        master's own, is never."""
+        return 0 in self._finished and (self._finished | self.given_up()).issuperset(self._ranks)
 
 
 class Master:
@@ -229,7 +236,11 @@ class Master:
         except Exception as error:
             for server in self._servers:  # nobody is to train on where no books are kept
                 self._let_go(server, f"the master failed: {in_a_line(error)}")
-            raise
+            if not (self._stop.is_set() and isinstance(error, ConnectionClosedError)):
+                raise
+            self.log.warning("stopped without a last checkpoint: %s", error)
+            self._folder.write_state("interrupted", self._newest_name())
+            return "interrupted"
         finally:
             for server in self._servers:
                 server.close()
@@ -240,8 +251,11 @@ class Master:
         statuses = [self._status_of(server) for server in self._servers]
         if not list_checkpoints(self._folder.checkpoints):
             self._commit(self._snapshots_now())
-        else:
-            self._last_versions = [status.version for status in statuses]
+        else:  # servers that lived on may be ahead of it
+            newest = newest_checkpoint(self._folder.checkpoints).recut(len(self._servers))
+            self._last_versions = [state.version for state in newest]
+        if self._patience is not None:
+            self._patience.begin()
         self._watch(statuses)
         self._initial = []  # there is a checkpoint from now on
         self.opened.set()
@@ -272,9 +286,12 @@ class Master:
         if self._patience is None:
             return self._finished.issuperset(range(self.job.config.workers))
         self._patience.look(present, self._finished)
-        if late := self._patience.late():
-            for server in self._servers:
-                server.leave_out(late)
+        for server, status in zip(self._servers, statuses, strict=True):
+            if away := status.awaited & self._patience.given_up():
+                try:
+                    server.leave_out(sorted(away))
+                except ConnectionClosedError as error:  # the next look brings that server back
+                    self.log.warning("server %d: %s", server.index, error)
         return budget is None and self._patience.is_done()
 
     def _look_for_snapshots(self, statuses: Sequence[Status]) -> None:
@@ -313,6 +330,8 @@ class Master:
         self._commit_if_new(self._snapshots_now())
 
     def _let_go(self, server: RemoteServer, reason: str) -> None:
+        if not server.was_reached:
+            return  # it may be somebody else's
         try:
             server.finish(reason)
         except ConnectionClosedError as error:

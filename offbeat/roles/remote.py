@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from offbeat.errors import ConnectionClosedError, NonFiniteLossError, in_a_line
+from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, in_a_line
 from offbeat.events import EventLog
 from offbeat.job import Job
 from offbeat.roles.door import job_from
@@ -178,7 +178,8 @@ def run_worker(
         try:
             worker.run()
         except NonFiniteLossError as error:
-            _tell_of_failure(network, in_a_line(error))
+            with contextlib.suppress(ConnectionClosedError):  # then the run has other troubles
+                _tell_of_failure(network, in_a_line(error))
             raise
     say(f"worker {rank} is through after {worker.stats.num_steps} steps")
     metric = None
@@ -270,6 +271,18 @@ class _RemoteScorer:
         self._say(f"version {version}: {score_line(self.job.recipe, metric)}")
         return is_last
 
+    def _last(self) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]] | None:
+        """The last checkpoint, whatever its shards' versions are: where a server was started anew
+        they differ."""
+        found = [
+            self._call(shard, {"ask": "newest", "after": -1})
+            for shard in range(len(self.job.slices))
+        ]
+        if any("version" not in message for message, _ in found):
+            return None
+        values = torch.cat([tensors["values"] for _, tensors in found])
+        return int(found[0][0]["version"]), values, found[0][1]
+
     def leave(self) -> None:
         """Tell the servers that nobody needs to stay for this evaluator."""
         for shard in range(len(self.job.slices)):
@@ -293,6 +306,8 @@ class _RemoteScorer:
             )
             over = over or bool(message["over"])  # then all of them have the last one
             found.append((message.get("version"), tensors))
+        if over and any(version is not None for version, _ in found):
+            return self._last(), True
         versions = {version for version, _ in found}
         newest = found[0][0]
         if newest is None or None in versions or (len(versions) > 1 and not self._may_differ):
@@ -327,6 +342,11 @@ def _enter(
 ) -> tuple[Job, SocketNetwork, Callable[[], float]]:
     """The run's job on this machine, the network with the run's own timeout, and its clock."""
     began_s = time.monotonic() - float(told["elapsed_s"])
+    if (servers := int(told["config"]["servers"])) != len(network.addresses):
+        raise ConfigError(
+            f"the run has {servers} servers, this cluster {len(network.addresses)}; do all "
+            f"machines have the same cluster file?"
+        )
     job = job_from(told, with_data=True, **local)
     if job.config.threads is None:  # a machine of one's own has all its cores for one worker
         config = dataclasses.replace(job.config, threads=os.cpu_count())

@@ -52,6 +52,8 @@ MOST_STRANGERS = 64
 CLOSE_TIMEOUT_S = 10.0
 """How long a closing server waits for each of its threads; they look up every POLL_S."""
 WORKER_TIMEOUT_S = 30.0
+MOST_NUMBERS = 1 << 32
+"""Ranks and incarnations that a header has room for."""
 LARGE = 500_000
 """Elements from which on gradients are looked at outside of the shard's lock."""
 
@@ -108,7 +110,7 @@ class Acceptor:
     def _greet(self, end: ServerEnd) -> None:
         try:
             hello = end.read_hello(HELLO_TIMEOUT_S)
-        except ConnectionClosedError as error:
+        except (ConnectionClosedError, OSError, ValueError) as error:
             end.close(str(error))
             return
         finally:
@@ -212,7 +214,7 @@ class Server:
         """What the master took last: this server's part of the newest checkpoint."""
         self.stopping = False
         self._ends_run = True
-        self._reason = "the server was stopped"
+        self.reason = "the server was stopped"
         self._acceptor = Acceptor(listener, self.serve, f"ps-{index}") if listener else None
         self._shared_updater: Updater | None = None
 
@@ -237,12 +239,12 @@ class Server:
         if self._acceptor is not None:
             self._acceptor.close()
         for session in list(self._sessions.values()):
-            session.end.close(self._reason, over=over)
+            session.end.close(self.reason, over=over)
 
     def _fail(self, error: Exception) -> None:
         self._log.error("failed", exc_info=error)
         self.failure = self.failure or error
-        self._reason = f"server {self.index} failed: {in_a_line(error)}"
+        self.reason = f"server {self.index} failed: {in_a_line(error)}"
         self._stop()
         self.over.set()
 
@@ -271,7 +273,7 @@ class Server:
             case {"ask": "newest", "after": int(after)}:
                 return self._newest(after)
             case {"ask": "finish", "reason": str(reason)}:
-                self._reason = reason
+                self.reason = reason
                 self.over.set()
                 return {}, {}
         raise ConnectionClosedError(f"the master asked for something unknown: {message}")
@@ -302,6 +304,7 @@ class Server:
             "loaded": self.loaded.is_set(),
             "finished": finished,
             "present": present,
+            "awaited": sorted(self.discipline.present - set(present)),
             "ready": self._wish.granted is not None,
             "staleness": list(self.recent_staleness),
         }
@@ -356,20 +359,22 @@ class Server:
                     end.answer_calls(self.answer, POLL_S)
             else:
                 self._serve_worker(end, hello["worker"], hello["incarnation"])
-            end.close(self._reason, over=self.stopping and self._ends_run)
+            end.close(self.reason, over=self.stopping and self._ends_run)
         except ConnectionClosedError as error:
             end.close(str(error), over=error.over)
         except Exception as error:
             self._fail(error)
-            end.close(self._reason, over=True)
+            end.close(self.reason, over=True)
 
     def _is_welcome(self, end: ServerEnd, hello: Message) -> bool:
         """Whether the two sides mean the same; if not, the other one is told why and sent away."""
         match hello:
             case {"fingerprint": str(theirs), "worker": int(w), "incarnation": int(i)} if (
-                w >= 0 and i >= 0
+                0 <= w < MOST_NUMBERS and 0 <= i < MOST_NUMBERS
             ):
-                if theirs == self._agreement["fingerprint"]:
+                shards = self._agreement.get("num_shards")
+                same_shards = hello.get("num_shards", shards) == shards
+                if theirs == self._agreement["fingerprint"] and same_shards:
                     return True
                 difference = disagreement(hello, self._agreement)
                 end.refuse(f"server {self.index} has another run: {difference}")
@@ -399,8 +404,12 @@ class Server:
             if self.stopping:
                 return None
         with self._membership:
-            if not self._make_way(worker, incarnation):
+            former = self._sessions.get(worker)
+            if former is not None and incarnation < former.incarnation:
                 end.refuse(f"a newer worker {worker} is here already")
+                return None
+            if former is not None and not self._make_way(former):
+                end.close("this worker's former connection does not come to its end")
                 return None
             with self._lock:
                 slot = end.reply_slot
@@ -434,15 +443,11 @@ class Server:
         )
         return session
 
-    def _make_way(self, worker: int, incarnation: int) -> bool:
-        """End what is left of the worker's former session; False: that one is the newer."""
-        former = self._sessions.get(worker)
-        if former is None:
-            return True
-        if incarnation < former.incarnation:
-            return False
+    def _make_way(self, former: _Session) -> bool:
+        """End what is left of a worker's former session; False: it takes too long."""
         former.end.close("another connection of the same worker took this one's place")
-        return self._membership.wait_for(lambda: worker not in self._sessions, CLOSE_TIMEOUT_S)
+        gone = lambda: former.worker not in self._sessions  # noqa: E731
+        return self._membership.wait_for(gone, CLOSE_TIMEOUT_S)
 
     def _leave(self, session: _Session) -> None:
         with self._membership:
@@ -515,6 +520,10 @@ class Server:
         """One update out of what these sessions pushed; a refused gradient takes no part in it."""
         gradients = [s.gradient for s in sessions if s.gradient is not None]
         if not gradients:
+            return
+        if self._budget is not None and self.shard.version >= self._budget:
+            for session in sessions:  # it was accepted together with the last one
+                session.fate.outcome = DROPPED
             return
         version = sessions[0].updater.apply(gradients)
         applied_s = self._clock()

@@ -119,9 +119,9 @@ class Worker:
                 raise
             self.log.info("%s", error)
         finally:
+            self._events.flush()  # before anybody is told that this worker is through
             done.set()
             beats.join()
-            self._events.flush()  # before anybody is told that this worker is through
             self.towers.unpin()
             for link in self._links:
                 link.close(finished=finished)
@@ -159,6 +159,10 @@ class Worker:
             self._connect_timeout_s,
             self._stop,
         )
+        if link.welcome.shard != shard:
+            link.close()
+            reason = f"where server {shard} should be is server {link.welcome.shard}"
+            raise ConnectionClosedError(reason, refused=True)
         if len(self.job.slices) == 1:  # the only server's replies need no further copy
             self.towers.adopt(link.reply_slot.values)
         return link

@@ -169,13 +169,16 @@ class SocketServerEnd(ServerEnd):
         self._poll.register(connection.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
 
     def read_hello(self, timeout_s: float) -> Message:
+        deadline_s = time.monotonic() + timeout_s
         if self._inline:
             admit(self._connection, self._terms, timeout_s)
-        frame = self._connection.receive(timeout_s)
+        frame = self._connection.receive(max(0.0, deadline_s - time.monotonic()))
         if frame is None:
             raise self._connection.lost(f"no hello within {timeout_s:g} s")
-        expect(self._connection, frame, HELLO)
-        return self._connection.read_json(frame.length, MOST_HELLO_BYTES)
+        if frame.type != HELLO:
+            raise self._connection.lost(f"a frame of type {frame.type} instead of a hello")
+        left_s = max(0.0, deadline_s - time.monotonic())
+        return self._connection.read_json(frame.length, MOST_HELLO_BYTES, within_s=left_s)
 
     @property
     def reply_slot(self) -> Slot:
@@ -223,7 +226,7 @@ class SocketServerEnd(ServerEnd):
             _send_payload(self._connection, REPLY, header, slot)
 
     def is_open(self) -> bool:
-        return not self._poll.poll(0)
+        return not self._connection.is_closed and not self._poll.poll(0)
 
     def close(self, reason: str = "", *, over: bool = False) -> None:
         message = {"reason": reason or "the server left", "over": over}
@@ -323,15 +326,18 @@ class SocketListener(Listener):
                 raise ConnectionClosedError("the listener was closed") from error
             return None  # whoever knocked is gone again, or there are no descriptors left
         inline = accepted.family != socket.AF_UNIX
-        if inline and self.terms.token is not None:
-            known = True  # as soon as it has proved it
-        else:
-            known = _same_user_here(accepted) if inline else _same_user(accepted)
+        try:
+            if inline and self.terms.token is not None:
+                known = True  # as soon as it has proved it
+            else:
+                known = _same_user_here(accepted) if inline else _same_user(accepted)
+            if inline:
+                prepare(accepted, self.terms)
+        except OSError:  # it is gone again
+            known = False
         if not known:
             accepted.close()
             return None
-        if inline:
-            prepare(accepted, self.terms)
         return SocketServerEnd(Connection(accepted), self.layout, self.terms, inline=inline)
 
     def close(self) -> None:
@@ -489,7 +495,8 @@ def _same_user_here(sock: socket.socket) -> bool:
         with contextlib.suppress(OSError):
             for line in table.read_text().splitlines()[1:]:
                 fields = line.split()
-                owners[fields[1], fields[2]] = int(fields[7])
+                if fields[9] != "0":  # that has no owner any more
+                    owners[fields[1], fields[2]] = int(fields[7])
     if (ours, theirs) not in owners:
         return True
     return owners.get((theirs, ours)) in (os.getuid(), 0)

@@ -8,6 +8,7 @@ fixed sizes are read, within a deadline. Unix sockets need none of it; the syste
     server -> client    proof: HMAC-SHA256(token, "server", both nonces)
 """
 
+import errno
 import hashlib
 import hmac
 import secrets
@@ -27,6 +28,7 @@ from offbeat.transport.wire import (
     REFUSE,
     WAKE_S,
     Connection,
+    Frame,
     expect,
     json_frame,
     pack,
@@ -36,6 +38,7 @@ TOKEN_VARIABLE = "OFFBEAT_TOKEN"
 LEAST_TOKEN_BYTES = 16
 NONCE_BYTES = MAC_BYTES = 32
 PEER_TIMEOUT_S = 30.0
+MOST_TIMEOUT_S, KEEPALIVE_EVERY_S = 32_000, 5
 RECORD_BYTES = 16384
 """The most that TLS puts into one record."""
 WRONG_TOKEN = "the token is not the one of this server"
@@ -109,14 +112,21 @@ def _load_token(environment: Mapping[str, str], token_file: str | None) -> bytes
 def prepare(sock: socket.socket, terms: Terms) -> None:
     """Set up a TCP socket."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        milliseconds = int(1e3 * terms.peer_timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = int(min(max(1.0, terms.peer_timeout_s), MOST_TIMEOUT_S))
+    for name, value in (
+        ("TCP_USER_TIMEOUT", 1000 * seconds),
+        ("TCP_KEEPIDLE", seconds),
+        ("TCP_KEEPINTVL", KEEPALIVE_EVERY_S),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def admit(connection: Connection, terms: Terms, timeout_s: float) -> None:
     """The server's side: find out whether the other end may speak. Raises ConnectionClosedError
     where not."""
+    deadline_s = time.monotonic() + timeout_s
     if terms.server_tls is not None:
         _secure(connection, terms.server_tls, timeout_s, None)
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -124,7 +134,10 @@ def admit(connection: Connection, terms: Terms, timeout_s: float) -> None:
     connection.send(pack(CHALLENGE, length=NONCE_BYTES, flag=asks), nonce)
     if terms.token is None:
         return
-    theirs = _read(connection, PROOF, NONCE_BYTES + MAC_BYTES, timeout_s)
+    frame = connection.receive(max(0.0, deadline_s - time.monotonic()))
+    if frame is None or frame.type != PROOF or frame.length != NONCE_BYTES + MAC_BYTES:
+        raise connection.lost("no proof")  # of a stranger nothing else is read
+    theirs = _read(connection, frame.length, max(0.0, deadline_s - time.monotonic()))
     nonces = nonce + theirs[:NONCE_BYTES]
     if not hmac.compare_digest(theirs[NONCE_BYTES:], _mac(terms.token, b"client", nonces)):
         connection.close(*json_frame(REFUSE, {"reason": WRONG_TOKEN}))
@@ -137,35 +150,48 @@ def introduce(connection: Connection, terms: Terms, timeout_s: float, host: str)
     ConnectionClosedError where that fails."""
     if terms.client_tls is not None:
         _secure(connection, terms.client_tls, timeout_s, host)
-    frame = connection.receive(timeout_s)
-    if frame is None:
-        raise connection.lost(f"no word from the server within {timeout_s:g} s")
-    expect(connection, frame, CHALLENGE, NONCE_BYTES)
-    theirs = bytearray(NONCE_BYTES)
-    connection.read_body(memoryview(theirs))
+    theirs, asks = _read_challenge(connection, terms, timeout_s)
     if terms.token is None:
-        if frame.flag:
+        if asks:
             how = f"give it by {TOKEN_VARIABLE} or --token-file"
             raise connection.lost(f"the server asks for a token: {how}", refused=True)
         return
-    if not frame.flag:
+    if not asks:
         raise connection.lost("the server has no token to prove itself with", refused=True)
     nonce = secrets.token_bytes(NONCE_BYTES)
-    nonces = bytes(theirs) + nonce
+    nonces = theirs + nonce
     proof = nonce + _mac(terms.token, b"client", nonces)
     connection.send(pack(PROOF, length=len(proof)), proof)
-    answer = _read(connection, PROOF, MAC_BYTES, timeout_s)
+    frame = _receive(connection, timeout_s)
+    expect(connection, frame, PROOF, MAC_BYTES)
+    answer = _read(connection, MAC_BYTES, timeout_s)
     if not hmac.compare_digest(answer, _mac(terms.token, b"server", nonces)):
         raise connection.lost("the server does not know the token", refused=True)
 
 
-def _read(connection: Connection, kind: int, length: int, timeout_s: float) -> bytes:
+def _read_challenge(connection: Connection, terms: Terms, timeout_s: float) -> tuple[bytes, bool]:
+    """The server's nonce, and whether it asks for a token."""
+    try:
+        frame = _receive(connection, timeout_s)
+    except ConnectionClosedError as error:
+        if terms.client_tls is not None and "alert" in str(error).lower():
+            # TLS has told us that the server does not take our certificate, or wants to see one
+            raise ConnectionClosedError(f"no TLS connection: {error}", refused=True) from error
+        raise
+    expect(connection, frame, CHALLENGE, NONCE_BYTES)
+    return _read(connection, NONCE_BYTES, timeout_s), frame.flag
+
+
+def _receive(connection: Connection, timeout_s: float) -> Frame:
     frame = connection.receive(timeout_s)
     if frame is None:
-        raise connection.lost(f"no proof within {timeout_s:g} s")
-    expect(connection, frame, kind, length)
+        raise connection.lost(f"no word from the server within {timeout_s:g} s")
+    return frame
+
+
+def _read(connection: Connection, length: int, within_s: float) -> bytes:
     raw = bytearray(length)
-    connection.read_body(memoryview(raw))
+    connection.read_body(memoryview(raw), within_s=within_s)
     return bytes(raw)
 
 
@@ -182,7 +208,7 @@ def _secure(
             lambda sock: TlsSocket(sock, context, host), lambda tls: tls.handshake(timeout_s)
         )
     except OSError as error:
-        refused = isinstance(error, ssl.SSLError)
+        refused = isinstance(error, ssl.SSLCertVerificationError)
         reason = getattr(error, "verify_message", None) or str(error)
         raise connection.lost(f"no TLS connection: {reason}", refused=refused) from error
 
@@ -271,8 +297,10 @@ class TlsSocket:
         return True
 
     def _wait(self, events: int) -> bool:
+        if (descriptor := self._tls.fileno()) < 0:
+            raise OSError(errno.EBADF, "this end was closed")
         poll = select.poll()
-        poll.register(self._tls.fileno(), events)
+        poll.register(descriptor, events)
         return bool(poll.poll(1e3 * WAKE_S))
 
     def shutdown(self, how: int) -> None:
@@ -280,4 +308,5 @@ class TlsSocket:
         socket.socket.shutdown(self._tls, how)
 
     def close(self) -> None:
-        self._tls.close()
+        with self._lock:
+            self._tls.close()

@@ -156,6 +156,10 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
     def wrap(
         self, make: Callable[[socket.socket], Wrapped], begin: Callable[[Wrapped], None]
     ) -> None:
@@ -181,11 +185,14 @@ class Connection:
             except OSError as error:
                 # not the last word: a goodbye with the reason may lie here unread
                 self._torn = True
+                if isinstance(error, TimeoutError):  # half a frame is there, and will not be whole
+                    with contextlib.suppress(OSError):  # the other end was quicker
+                        self._socket.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosedError(f"the connection broke: {error}") from error
 
     def try_to_send(self, head: bytes) -> None:
         """Send a frame that nobody waits for, unless the line is busy or gone."""
-        if not self._sending.acquire(blocking=False):
+        if self._torn or not self._sending.acquire(blocking=False):
             return
         try:
             num_sent = self._socket.send(head, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -240,29 +247,34 @@ class Connection:
             self._num_read = 0
             return Frame(self._head)
 
-    def read_body(self, *targets: Buffer) -> None:
-        """Fill these with the body of the frame whose header came last."""
+    def read_body(self, *targets: Buffer, within_s: float = math.inf) -> None:
+        """Fill these with the body of the frame whose header came last; `within_s`: whoever takes
+        longer is gone, even if it never stops for long."""
+        latest_s = time.monotonic() + within_s
         with self._reading:
             for target in targets:
                 rest = memoryview(target)
-                deadline_s = time.monotonic() + STALL_TIMEOUT_S
+                deadline_s = min(latest_s, time.monotonic() + STALL_TIMEOUT_S)
                 while len(rest):
                     count = self._read_some(rest[:CHUNK_BYTES], socket.MSG_WAITALL)
                     rest = rest[count:]
-                    if count:
-                        deadline_s = time.monotonic() + STALL_TIMEOUT_S
-                    elif time.monotonic() > deadline_s:
+                    now_s = time.monotonic()
+                    if count and now_s < latest_s:
+                        deadline_s = min(latest_s, now_s + STALL_TIMEOUT_S)
+                    elif now_s > deadline_s and len(rest):
                         raise self._lost(TimeoutError("the other end stopped in mid-frame"))
 
-    def read_json(self, length: int, most_bytes: int = MOST_JSON_BYTES) -> Message:
+    def read_json(
+        self, length: int, most_bytes: int = MOST_JSON_BYTES, within_s: float = math.inf
+    ) -> Message:
         """A body of JSON; one that is too long is not read at all."""
         if length > most_bytes:
             raise self._lost(OSError(f"a message of {length} bytes is too long"))
         raw = bytearray(length)
-        self.read_body(memoryview(raw))
+        self.read_body(memoryview(raw), within_s=within_s)
         try:
             message = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._lost(OSError("a message that is no JSON")) from error
         if not isinstance(message, dict):
             raise self._lost(OSError("a message that is no table"))
