@@ -204,7 +204,8 @@ def resume_config(
         replicas = _make_replicas(job)
         folder.state.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
-        start = _Start(folder, began_s, reach, threads=options.get("threads"))
+        threads = config.threads if options.get("threads") is not None else None
+        start = _Start(folder, began_s, reach, threads=threads)
         return _run(job, replicas, start, lock=lock, incarnation=incarnation)
 
 

@@ -64,6 +64,7 @@ class Cluster:
             worker=tuple(f"nowhere:{n + 1}" for n in range(workers - 1)),
             master="nowhere:1",
         )
+        self.doors: dict[int, Door] = {}
         self.servers: list[Role] = []
         self.roles: list[Role] = []
 
@@ -87,8 +88,14 @@ class Cluster:
 
     def _serve(self, index: int, listener: SocketListener) -> Role:
         def body(role: Role) -> None:
-            log = collecting(role)
-            Door(listener, index, log, start_timeout_s=self.start_timeout_s, stop=role.stop).run()
+            self.doors[index] = Door(
+                listener,
+                index,
+                collecting(role),
+                start_timeout_s=self.start_timeout_s,
+                stop=role.stop,
+            )
+            self.doors[index].run()
 
         return self._role(f"ps-{index}", body)
 
@@ -141,6 +148,12 @@ class Cluster:
     def num_updates(self) -> int:
         """Of the events that have come to the run's folder."""
         return sum(event["kind"] == "push" for event in read_events(self.run_dir / "events"))
+
+    def servers_message(self, index: int = 0) -> dict[str, Any]:
+        """What the master told a server."""
+        run = self.doors[index]._run
+        assert run is not None
+        return dict(run.message)
 
     def newest_checkpoint(self) -> int:
         found = (self.run_dir / "checkpoints").glob("0*")

@@ -1,5 +1,6 @@
 """Runs whose roles find each other by address: every promise of one machine, over TCP."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from offbeat.events import read_events
 from offbeat.job import disagreement, make_job
 from offbeat.roles import door, remote
 from offbeat.roles.door import Relay
+from offbeat.roles.master import Patience
 from offbeat.transport.sockets import connect, connect_for_calls
 from offbeat.transport.terms import OPEN, Terms
 
@@ -149,6 +151,46 @@ def test_a_server_that_is_started_again_gets_its_shard_back(
             [(1, 0), (1, 1), (0, 0)],
         )
         assert loads[-1]["version"] > 0 or loads[1]["version"] > 0
+
+
+def test_a_server_that_is_started_again_does_not_wait_for_who_is_gone(tmp_path: Path) -> None:
+    options = {"discipline": "sync", "worker_timeout": 1.0, "checkpoint_every": 10}
+    with cluster(tmp_path, servers=2, workers=3, epochs=40, **options) as made:
+        made.start_servers()
+        leaving = made.start_worker(1)
+        made.start_worker(2)
+        master = made.start_master()
+        wait_until(lambda: made.newest_checkpoint() >= 10, "it is under way")
+        leaving.stop.set()
+        leaving.wait()
+        made.restart_server(1)
+        assert master.wait().summary["status"] == "finished"
+
+
+def test_patience_with_workers_that_nobody_starts_again() -> None:
+    now, said = [0.0], list[str]()
+    patience = Patience(3, start_s=10, absent_s=5, say=said.append, now=lambda: now[0])
+    now[0] = 100.0
+    patience.begin()
+    patience.look({0, 1}, set())
+    assert patience.given_up() == set() and not patience.is_done()
+    now[0] = 111.0
+    assert patience.given_up() == {2} and "worker 2 did not come" in said[-1]
+    patience.look({0, 1, 2}, set())
+    assert patience.given_up() == set(), "it came after all, and is waited for"
+    patience.look({0, 2}, set())
+    assert said[-1] == "worker 1 is gone; the others go on"
+    now[0] = 117.0
+    assert patience.given_up() == {1}
+    patience.look({0, 1, 2}, set())
+    assert said[-1] == "worker 1 is back" and patience.given_up() == set()
+    patience.look({1}, {2})
+    now[0] = 200.0
+    assert patience.given_up() == set() and not patience.is_done(), "rank 0 is never given up"
+    patience.look(set(), {0, 2})
+    assert not patience.is_done()
+    now[0] = 206.0
+    assert patience.is_done()
 
 
 # -- elastic ---------------------------------------------------------------------------------------
@@ -284,6 +326,37 @@ def test_a_server_serves_one_run_at_a_time(tmp_path: Path) -> None:
         made.roles.remove(other)
         made.run_dir = tmp_path / "run"
         finish(made, master)
+
+
+def test_a_run_under_way_is_not_changed_by_its_master(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2, epochs=60) as made:
+        master = made.start_all()
+        wait_until(lambda: made.run_dir.exists() and made.num_updates() > 10, "it is under way")
+        run = json.loads((made.run_dir / "cluster.json").read_text())["run"]
+        message = {**made.servers_message(), "run": run, "life": "another"}
+        message["config"] = {**message["config"], "epochs": 70}
+        end = connect_for_calls(made.hosts.addresses[0], {}, remote.SMALL, T)
+        with pytest.raises(ConnectionClosedError, match="with epochs 60 instead of 70"):
+            end.call(message, {}, T)
+        end.close()
+        finish(made, master)
+
+
+def test_a_worker_with_another_cluster_file_is_told_so(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=2, workers=2, epochs=60) as made:
+        made.start_servers()
+        master = made.start_master()
+        with pytest.raises(ConnectionClosedError, match="there is no rank 7"):
+            made.start_worker(7).wait()
+        made.roles.pop()
+        with pytest.raises(OffbeatError, match="the run has 2 servers, this cluster 1"):
+            made.start_worker(1, made.hosts.addresses[:1]).wait()
+        made.roles.pop()
+        with pytest.raises(ConnectionClosedError, match="this is server 1, not 0"):
+            made.start_worker(1, made.hosts.addresses[::-1]).wait()
+        made.roles.pop()
+        made.start_worker(1)
+        assert finish(made, master).summary["status"] == "finished"
 
 
 def test_nonsense_in_a_call_is_its_senders_affair(tmp_path: Path) -> None:

@@ -25,7 +25,16 @@ from offbeat.transport.terms import (
     Terms,
     load_terms,
 )
-from offbeat.transport.wire import CHALLENGE, FORMAT, HELLO, PROOF, REFUSE, Frame, pack
+from offbeat.transport.wire import (
+    CHALLENGE,
+    FORMAT,
+    GOODBYE,
+    HELLO,
+    PROOF,
+    REFUSE,
+    Frame,
+    pack,
+)
 
 LAYOUT = Layout(num_elements=5, num_tensors=2)
 T = 10.0
@@ -177,6 +186,23 @@ def test_a_silent_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None
     with a_server(Terms(token=TOKEN)) as (listener, _), Stranger(listener) as stranger:
         stranger.challenge()
         stranger.wait_for_the_end()
+
+
+@pytest.mark.parametrize("kind", [PROOF, GOODBYE, REFUSE])
+def test_a_stranger_that_drips_is_sent_away(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte is progress; but there is one deadline for all of it."""
+    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.5)
+    with a_server(Terms(token=TOKEN)) as (listener, hellos), Stranger(listener) as stranger:
+        stranger.challenge()
+        length = 64 if kind == PROOF else 1 << 20
+        began_s = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            stranger.socket.sendall(pack(kind, length=length))
+            while time.monotonic() - began_s < 8:
+                stranger.socket.sendall(b"[")
+                time.sleep(0.05)
+        assert time.monotonic() - began_s < 8
+        assert hellos == []
 
 
 def test_of_strangers_there_are_never_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ MOST_KEPT_BYTES = 1 << 26
 """While the master is away; what comes beyond it is lost, and counted."""
 SOURCES = re.compile(r"(ps|worker|evaluator)-\d{1,9}")
 """Whose events there may be."""
+MASTERS_OWN = ("threads", "data_dir", "keep", "checkpoint_every", "eval_every", "summary_every")
+"""Options that a master which takes another one's place may have changed."""
 RELEASE_TIMEOUT_S = 10.0
 JOINED_PER_EPOCH = 1000
 LINGER_S = 60.0
@@ -335,7 +337,7 @@ class Door:
         before = {**run.message["config"], **run.message["agreement"]}
         now = {**message["config"], **message["agreement"]}
         for key in now:
-            if now[key] != before.get(key):
+            if key not in MASTERS_OWN and now[key] != before.get(key):
                 raise ConnectionClosedError(
                     f"server {self.index} is in the midst of this run, {where}, with {key} "
                     f"{before.get(key)} instead of {now[key]}: go on as it was, or end the servers "

@@ -61,7 +61,7 @@ class RemoteServer:
     def __init__(self, network: Network, index: int, agreement: Message, layout: Layout) -> None:
         self.index = index
         self._network = network
-        self._hello = {"worker": 0, "incarnation": 0, **agreement}
+        self._hello = {"worker": 0, "incarnation": 0, "shard": index, **agreement}
         self._layout = layout
         self._end: CallEnd | None = None
         self.was_reached = False

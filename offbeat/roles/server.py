@@ -374,10 +374,13 @@ class Server:
             ):
                 shards = self._agreement.get("num_shards")
                 same_shards = hello.get("num_shards", shards) == shards
-                if theirs == self._agreement["fingerprint"] and same_shards:
+                if hello.get("shard", self.index) != self.index:
+                    end.refuse(f"this is server {self.index}, not {hello['shard']}")
+                elif theirs == self._agreement["fingerprint"] and same_shards:
                     return True
-                difference = disagreement(hello, self._agreement)
-                end.refuse(f"server {self.index} has another run: {difference}")
+                else:
+                    difference = disagreement(hello, self._agreement)
+                    end.refuse(f"server {self.index} has another run: {difference}")
             case _:
                 end.refuse("that is no hello")
         self._log.warning("refused somebody: %.500s", hello)
