@@ -85,6 +85,7 @@ def byhand(tmp_path: Path) -> Iterator[ByHand]:
         yield made
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_master_ends_the_run_in_order(byhand: ByHand) -> None:
     server, worker = byhand.start("ps"), byhand.start("worker", "--threads", "1")
     master = byhand.start_master("--epochs", "100000")

@@ -12,6 +12,7 @@ from helpers import toy_recipe
 from rig import TOKEN, tls_terms, wait_until
 
 import offbeat
+from offbeat import byhand
 from offbeat.byhand import check
 from offbeat.cli import main
 from offbeat.config import DISCIPLINES, make_config
@@ -31,6 +32,13 @@ T = 10.0
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FLUSH_EVERY_S", 0.02)
     monkeypatch.setattr(remote, "POLL_S", 0.02)
+    monkeypatch.setattr(door, "CONFIG_WAIT_S", 0.2)
+    monkeypatch.setattr(byhand, "CHECK_TIMEOUT_S", 1.0)
+
+
+def most_are_slow(*values: str, but: str) -> list[Any]:
+    """All of them for the long tests, one for the short ones."""
+    return [v if v == but else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def check_all_in(made: Cluster, steps: dict[int, int], servers: int) -> None:
@@ -45,7 +53,7 @@ def check_all_in(made: Cluster, steps: dict[int, int], servers: int) -> None:
     assert set(applied) == expected and set(applied.values()) == {1}
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@pytest.mark.parametrize("discipline", most_are_slow(*DISCIPLINES, but="sync"))
 def test_every_discipline_trains_over_tcp(discipline: str, tmp_path: Path) -> None:
     with cluster(tmp_path, servers=2, workers=3, discipline=discipline, lr=0.3) as made:
         result = finish(made, made.start_all())
@@ -105,7 +113,7 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
                 role.wait()
 
 
-@pytest.mark.parametrize("discipline", ["sync", "bounded"])
+@pytest.mark.parametrize("discipline", most_are_slow("sync", "bounded", but="sync"))
 def test_a_worker_that_never_comes_is_left_out(discipline: str, tmp_path: Path) -> None:
     with cluster(tmp_path, servers=2, workers=3, discipline=discipline) as made:
         made.start_timeout_s = 2.0
@@ -116,7 +124,7 @@ def test_a_worker_that_never_comes_is_left_out(discipline: str, tmp_path: Path) 
         check_all_in(made, {0: 120, 1: 120}, 2)
 
 
-@pytest.mark.parametrize("discipline", ["sync", "apply-reply"])
+@pytest.mark.parametrize("discipline", most_are_slow("sync", "apply-reply", but="sync"))
 def test_a_worker_that_leaves_for_good_takes_nobody_along(discipline: str, tmp_path: Path) -> None:
     options = {"discipline": discipline, "worker_timeout": 1.0}
     with cluster(tmp_path, servers=2, workers=3, **options) as made:
@@ -133,7 +141,7 @@ def test_a_worker_that_leaves_for_good_takes_nobody_along(discipline: str, tmp_p
         assert counts[0] == counts[2] == 120 and 0 < counts[1] < 120
 
 
-@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+@pytest.mark.parametrize("discipline", most_are_slow("sync", "lock-free", but="lock-free"))
 def test_a_server_that_is_started_again_gets_its_shard_back(
     discipline: str, tmp_path: Path
 ) -> None:
@@ -153,6 +161,7 @@ def test_a_server_that_is_started_again_gets_its_shard_back(
         assert loads[-1]["version"] > 0 or loads[1]["version"] > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_again_does_not_wait_for_who_is_gone(tmp_path: Path) -> None:
     options = {"discipline": "sync", "worker_timeout": 1.0, "checkpoint_every": 10}
     with cluster(tmp_path, servers=2, workers=3, epochs=40, **options) as made:
@@ -196,7 +205,9 @@ def test_patience_with_workers_that_nobody_starts_again() -> None:
 # -- elastic ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("discipline", ["apply-reply", "lock-free", "bounded"])
+@pytest.mark.parametrize(
+    "discipline", most_are_slow("apply-reply", "lock-free", "bounded", but="apply-reply")
+)
 def test_workers_join_and_leave_and_the_schedule_stays_right(
     discipline: str, tmp_path: Path
 ) -> None:
@@ -240,7 +251,7 @@ def proxies() -> Iterator[list[Proxy]]:
         proxy.close()
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@pytest.mark.parametrize("discipline", most_are_slow(*DISCIPLINES, but="reply-apply"))
 def test_a_worker_whose_connections_break_goes_on(
     discipline: str, tmp_path: Path, proxies: list[Proxy]
 ) -> None:

@@ -684,6 +684,7 @@ class ScriptedServer(CallEnd):
             case "status":
                 done = [0] if not self.versions else []
                 status = {"version": self.version, "epoch": 0, "loaded": True, "finished": done}
+                status |= {"present": [], "awaited": []}
                 return {**status, "ready": bool(self.asked), "staleness": []}, {}
             case "want":
                 self.asked.append(message["version"])

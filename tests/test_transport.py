@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rig import TRANSPORTS, knock, open_listener
+from rig import SECURED, TRANSPORTS, knock, open_listener
 
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.memory import make_memory, map_memory
@@ -34,7 +34,7 @@ T = 10.0
 Connect = Callable[[], WorkerEnd]
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=[*TRANSPORTS, *SECURED])
 def transport(request: pytest.FixtureRequest) -> Iterator[tuple[Listener, Connect]]:
     """A listener and a way to connect to it; whatever a test leaves open is closed for it."""
     listener = open_listener(request.param, LAYOUT)
