@@ -104,7 +104,7 @@ convnet = Recipe(
 def exchange(*, sizes: Sequence[float], rounds: int, transports: Sequence[str]) -> list[Row]:
     """Time exchanges of so many MB each way over each transport, in rounds that go through all of
     them."""
-    with _one_thread(), contextlib.ExitStack() as stack:
+    with one_thread(), contextlib.ExitStack() as stack:
         cases = [(transport, size) for transport in transports for size in sizes]
         pairs = [stack.enter_context(_joined(*case)) for case in cases]
         times = [[pair.time_round() for pair in pairs] for _ in range(1 + rounds)]
@@ -358,7 +358,7 @@ def norm(*, batch_size: int, rounds: int) -> list[Row]:
     for name in ("norm1", "norm2"):
         own = getattr(ours, name)
         setattr(theirs, name, nn.LocalResponseNorm(own.size, own.alpha, own.beta, own.k))
-    with _one_thread():
+    with one_thread():
         times = [[_time_step(model, batch) for model in (theirs, ours)] for _ in range(1 + rounds)]
     torchs, mine = zip(*times[1:], strict=True)
     rows: list[Row] = []
@@ -378,7 +378,7 @@ def _time_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,13 @@ from offbeat.version import __version__
 CHECK_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a role is started, and how it meets the others."""
-
-    hosts: Hosts
-    terms: Terms
-    start_timeout_s: float
-
-
-def serve(place: Place, index: int, bind: str | None = None) -> bool:
+def serve(reach: Reach, index: int, bind: str | None = None) -> bool:
     """Be server `index`. Returns whether it was stopped before the run was over."""
-    where = place.hosts.where("ps", index)
+    where = reach.hosts.where("ps", index)
     host, port = split_address(where)
     if bind is not None:
         host, port = split_address(bind) if ":" in bind.strip("[]") else (bind, port)
-    if place.terms.token is None and not is_loopback(host):
+    if reach.terms.token is None and not is_loopback(host):
         raise ConfigError(
             f"server {index} would listen at {host}:{port}, where strangers can reach it, without "
             f"a token. Make one with: offbeat token > token.txt; bring it to every machine; and "
@@ -57,23 +47,22 @@ def serve(place: Place, index: int, bind: str | None = None) -> bool:
     address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
     with _console(f"ps-{index}") as (log, stop):
         try:
-            listener = SocketListener(address, SMALL, place.terms)
+            listener = SocketListener(address, SMALL, reach.terms)
         except ConnectionClosedError as error:
             raise ConfigError(str(error)) from error
         log.info("server %d listens at %s; waiting for the master", index, listener.address[4:])
-        Door(listener, index, log, start_timeout_s=place.start_timeout_s, stop=stop).run()
+        Door(listener, index, log, start_timeout_s=reach.start_timeout_s, stop=stop).run()
         log.info("server %d leaves", index)
         return stop.is_set()
 
 
 def master(
-    place: Place, given: Mapping[str, Any], from_file: Mapping[str, Any], resume: str | None
+    reach: Reach, given: Mapping[str, Any], from_file: Mapping[str, Any], resume: str | None
 ) -> Result:
     """Be the master: keep the run's folder, and train as rank 0."""
-    reach = Reach(hosts=place.hosts, terms=place.terms, start_timeout_s=place.start_timeout_s)
     decided = {
-        "servers": len(place.hosts.ps),
-        "workers": place.hosts.num_workers,
+        "servers": len(reach.hosts.ps),
+        "workers": reach.hosts.num_workers,
         "engine": "cluster",
     }
     for name, number in decided.items():
@@ -86,17 +75,17 @@ def master(
 
 
 def work(
-    place: Place, rank: int | None, local: Mapping[str, Any], *, scores: bool = False
+    reach: Reach, rank: int | None, local: Mapping[str, Any], *, scores: bool = False
 ) -> tuple[WorkDone, bool]:
     """Be a worker; None: one more than the cluster lists. Returns what it came to, with `scores`
     also how well its last parameters do; and whether it was stopped."""
     name = "worker" if rank is None else f"worker-{rank}"
     with _console(name) as (log, stop):
         done = run_worker(
-            place.hosts.addresses,
-            place.terms,
+            reach.hosts.addresses,
+            reach.terms,
             rank,
-            start_timeout_s=place.start_timeout_s,
+            start_timeout_s=reach.start_timeout_s,
             log=log,
             stop=stop,
             say=log.info,
@@ -107,13 +96,13 @@ def work(
         return done, stop.is_set()
 
 
-def score(place: Place, local: Mapping[str, Any]) -> bool:
+def score(reach: Reach, local: Mapping[str, Any]) -> bool:
     """Be an evaluator. Returns whether it was stopped."""
     with _console("evaluator") as (log, stop):
         run_evaluator(
-            place.hosts.addresses,
-            place.terms,
-            start_timeout_s=place.start_timeout_s,
+            reach.hosts.addresses,
+            reach.terms,
+            start_timeout_s=reach.start_timeout_s,
             log=log,
             stop=stop,
             say=log.info,

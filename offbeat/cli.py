@@ -37,7 +37,7 @@ from offbeat.config import (
 from offbeat.control import CONTROL_VARIABLE, Control
 from offbeat.data.catalog import DATASETS, find_dataset
 from offbeat.errors import ConfigError, OffbeatError, nearest
-from offbeat.hosts import Hosts, find_hosts
+from offbeat.hosts import Hosts, Task, find_hosts
 from offbeat.version import __version__
 
 INTERRUPTED = 130
@@ -474,13 +474,7 @@ def _eval(known: argparse.Namespace) -> int:
 def _role(known: argparse.Namespace) -> int:
     if CONTROL_VARIABLE in os.environ:
         return _role_of_engine(known)
-    found = find_hosts(
-        os.environ,
-        file=known.file,
-        ps=known.ps_at,
-        worker=known.worker_at,
-        master=known.master_at,
-    )
+    found = _find_hosts(known)
     if found is None:
         return _role_of_engine(known)
     hosts, task = found
@@ -514,24 +508,35 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
     if is_master:
         make_config(from_file, given)  # what is wrong with the flags shows before torch loads
     from offbeat import byhand
+    from offbeat.engines.cluster import Reach
     from offbeat.progress import say
 
-    place = byhand.Place(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
+    reach = Reach(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
     if is_master:
         with _signals_as_ctrl_c():
-            result = byhand.master(place, given, from_file, known.resume)
+            result = byhand.master(reach, given, from_file, known.resume)
         for line in _result_lines(result.summary):
             say(line)
         return INTERRUPTED if result.interrupted else 0
     if role == "ps":
-        stopped = byhand.serve(place, index, getattr(known, "bind", None))
+        stopped = byhand.serve(reach, index, getattr(known, "bind", None))
     elif role == "worker":
-        done, stopped = byhand.work(place, rank, given, scores=known.score)
+        done, stopped = byhand.work(reach, rank, given, scores=known.score)
         for line in _lines(done.metric_name, done.metric, done.time_s, done.loss):
             say(line)
     else:
-        stopped = byhand.score(place, given)
+        stopped = byhand.score(reach, given)
     return INTERRUPTED if stopped else 0
+
+
+def _find_hosts(known: argparse.Namespace) -> tuple[Hosts, Task | None] | None:
+    return find_hosts(
+        os.environ,
+        file=known.file,
+        ps=known.ps_at,
+        worker=known.worker_at,
+        master=known.master_at,
+    )
 
 
 def _terms(known: argparse.Namespace) -> Any:
@@ -542,13 +547,7 @@ def _terms(known: argparse.Namespace) -> Any:
 
 
 def _cluster(known: argparse.Namespace) -> int:
-    found = find_hosts(
-        os.environ,
-        file=known.file,
-        ps=known.ps_at,
-        worker=known.worker_at,
-        master=known.master_at,
-    )
+    found = _find_hosts(known)
     if found is None:
         raise ConfigError("which cluster? offbeat cluster check cluster.toml")
     from offbeat import byhand

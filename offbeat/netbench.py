@@ -27,6 +27,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, distributed
 
+from offbeat.bench import Row, one_thread
 from offbeat.errors import ConfigError, RunError
 from offbeat.transport.base import Header, Layout, ServerEnd
 from offbeat.transport.sockets import SocketListener, connect
@@ -39,8 +40,6 @@ BYTES_PER_ROUND = 2e8
 MOST_EXCHANGES = 50
 QUESTION, ANSWER = 1.0, 2.0
 """What the payloads hold."""
-
-Row = dict[str, str | list[float]]
 
 
 class Way(ABC):
@@ -233,7 +232,7 @@ def network(*, sizes: Sequence[float], rounds: int, ways: Sequence[str]) -> list
 def _time_size(num_elements: int, rounds: int, ways: Sequence[str]) -> dict[str, list[float]]:
     count = max(1, min(MOST_EXCHANGES, round(BYTES_PER_ROUND / (4 * num_elements))))
     times: dict[str, list[float]] = {name: [] for name in ways}
-    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name, _one_thread():
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name, one_thread():
         folder = Path(name)
         if "tls" in ways:
             _make_certificate(folder)
@@ -309,16 +308,6 @@ def _make_certificate(folder: Path) -> None:
         raise ConfigError(
             f"no certificate for TLS can be made with openssl ({error}); leave tls out"
         ) from error
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _serve(folder: Path, num_elements: int, ways: Sequence[str]) -> None:

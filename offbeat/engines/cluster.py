@@ -34,7 +34,7 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """What a master by hand is told beside its configuration."""
+    """How a role that was started by hand meets the others."""
 
     hosts: Hosts
     terms: Terms
@@ -77,7 +77,6 @@ class MasterNetwork(SocketNetwork):
         terms = dataclasses.replace(reach.terms, peer_timeout_s=job.config.worker_timeout)
         super().__init__(reach.hosts.addresses, terms)
         self.failed: Callable[[str], None] = lambda line: None
-        self._job = job
         self._folder = folder
         self._clock = clock
         self._say = say

@@ -71,7 +71,6 @@ class InprocEngine:
         self._give_up = threading.Event()
         self._event_logs: list[EventLog] = []
         self._logs: list[logging.Logger] = []
-        self._elsewhere = elsewhere
         self._statuses: Sequence[ServerStatus] = ()
         *of_workers, initial = replicas
         means = self._means("master")

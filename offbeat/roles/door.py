@@ -150,7 +150,6 @@ class Door:
     ) -> None:
         self.index = index
         self.log = log
-        self._listener = listener
         self._start_timeout_s = start_timeout_s
         self._stop = stop
         self._lock = threading.Lock()
