@@ -10,6 +10,7 @@ from offbeat.version import __version__
 
 if TYPE_CHECKING:
     from offbeat.api import Result, evaluate, export, load, resume, train
+    from offbeat.comparing import Comparison, compare
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
@@ -30,6 +31,7 @@ _HOME = {
     "Adagrad": "optim",
     "Adam": "optim",
     "AdamW": "optim",
+    "Comparison": "comparing",
     "OffbeatError": "errors",
     "Optimizer": "optim",
     "RMSprop": "optim",
@@ -40,6 +42,7 @@ _HOME = {
     "TrainConfig": "config",
     "UsageError": "errors",
     "accuracy": "recipes.base",
+    "compare": "comparing",
     "constant": "optim",
     "cosine": "optim",
     "evaluate": "api",
@@ -56,6 +59,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Comparison",
     "OffbeatError",
     "Optimizer",
     "RMSprop",
@@ -66,6 +70,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "accuracy",
+    "compare",
     "constant",
     "cosine",
     "evaluate",

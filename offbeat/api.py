@@ -1,6 +1,7 @@
 """`train(...) -> Result`: the same thing as `offbeat train`, from Python."""
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -25,9 +26,9 @@ from offbeat.engines.local import LocalEngine
 from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.job import Facts, Job, make_job, rejoin_job
-from offbeat.progress import make_display
+from offbeat.progress import MakeDisplay, make_display
 from offbeat.recipes.base import Recipe, load_recipe
-from offbeat.report import summarise
+from offbeat.report.summary import summarise
 from offbeat.roles.evaluator import Evaluator, metric_name, score_line
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.summaries import check_installed
@@ -152,7 +153,7 @@ def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
     _refuse_recursion()
     if isinstance(recipe, str):
         return train_config(make_config({"recipe": recipe}, options), load_recipe(recipe))
-    name = _name_of(recipe)
+    name = name_of(recipe)
     if name is None:
         if options.get("engine") == "local":
             raise RecipeError(
@@ -171,16 +172,20 @@ def resume(run_dir: str | Path, recipe: Recipe | None = None, **options: Any) ->
 
 
 def train_config(
-    config: TrainConfig, recipe: Recipe | None = None, reach: Reach | None = None
+    config: TrainConfig,
+    recipe: Recipe | None = None,
+    reach: Reach | None = None,
+    display: MakeDisplay | None = None,
 ) -> Result:
-    """The same, from a configuration that is complete; with `reach`, as the master of a cluster."""
+    """The same, from a configuration that is complete; with `reach`, as the master of a cluster;
+    `display` makes what shows its progress."""
     began_s = time.monotonic()
     _check(config, reach)
     recipe = recipe or load_recipe(config.recipe)
     job = make_job(config, recipe, elastic=reach is not None)
     replicas = _make_replicas(job)
     folder = create_run_folder(job.config)
-    start = _Start(folder, began_s, reach, threads=config.threads)
+    start = _Start(folder, began_s, reach, threads=config.threads, display=display)
     with folder.locked() as lock:
         return _run(job, replicas, start, lock=lock, incarnation=0)
 
@@ -198,7 +203,7 @@ def resume_config(
     _check(config, reach)
     with folder.locked() as lock:
         checkpoint = newest_checkpoint(folder.checkpoints)
-        began_s = time.monotonic() - summarise(folder)["total_time_s"]
+        began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
         recipe = recipe or load_recipe(config.recipe)
         job = make_job(config, recipe, checkpoint, elastic=reach is not None)
         replicas = _make_replicas(job)
@@ -217,6 +222,7 @@ class _Start:
     began_s: float
     reach: Reach | None
     threads: int | None
+    display: MakeDisplay | None = None
 
     def clock(self) -> float:
         return time.monotonic() - self.began_s
@@ -243,7 +249,8 @@ def _run(
     folder.write_json(folder.config, describe_run(config, **more))
     steps = [job.num_steps(rank) for rank in range(config.workers)]
     total = None if None in steps else sum(n for n in steps if n is not None)
-    display = make_display(_title(job, folder), total, quiet=config.quiet)
+    show = start.display or functools.partial(make_display, quiet=config.quiet)
+    display = show(_title(job, folder), total)
     engine: InprocEngine | LocalEngine
     if config.engine == "local":
         engine = LocalEngine(
@@ -268,7 +275,7 @@ def _run(
         engine.run()
         folder.cluster.unlink(missing_ok=True)
     finally:
-        summary = summarise(folder)
+        summary = summarise(folder.path)
         folder.write_json(folder.summary, summary)
     return Result(folder.path, summary)
 
@@ -305,7 +312,7 @@ def _title(job: Job, folder: RunFolder) -> str:
     )
 
 
-def _name_of(recipe: Recipe) -> str | None:
+def name_of(recipe: Recipe) -> str | None:
     """Where --recipe would find this one, from any process; None: nowhere."""
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train takes a Recipe or the name of one, not a {type(recipe).__name__}")

@@ -2,6 +2,8 @@
 
     offbeat train --discipline lock-free --workers 4
     offbeat train --resume RUN
+    offbeat compare --disciplines sync,lock-free --workers 1,2 --out DIR
+    offbeat report RUN_OR_DIR
     offbeat eval RUN --follow
     offbeat export RUN model.safetensors
     offbeat role worker --index 1 --cluster cluster.toml
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offbeat import grid
 from offbeat.config import (
     LOCAL_OPTIONS,
     ROLES,
@@ -140,6 +143,28 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     for name, option in options().items():
         _add_option(train, name, option.default, option.metadata)
 
+    _add_compare(
+        command(
+            "compare",
+            "train in several ways, and report which does best",
+            "Train a recipe in every combination of disciplines, workers, servers and seeds, one "
+            "run after the other, and write a report.",
+            argument_default=argparse.SUPPRESS,
+        )
+    )
+    report = command(
+        "report",
+        "write report.html and report.md about runs",
+        "Write report.html and report.md: about one run, or about several side by side.",
+    )
+    report.add_argument(
+        "runs", metavar="RUN_OR_DIR", nargs="+", help="a run's folder, or one that holds runs"
+    )
+    report.add_argument(
+        "--out", metavar="DIR", help="where to write (default: the only folder given, or here)"
+    )
+    _add_target(report)
+
     export = command(
         "export", "write a run's weights to a file", "Write a run's newest weights as safetensors."
     )
@@ -208,6 +233,56 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     nested |= {f"data {k}": v for k, v in of_data.choices.items()}
     nested |= {f"cluster {k}": v for k, v in of_cluster.choices.items()}
     return parser, {**commands.choices, **nested}
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    several_counts = _several(_count)
+    axes: list[tuple[str, Callable[[str], Any], Sequence[object], str]] = [
+        ("disciplines", _several(str), grid.DISCIPLINES, "sync:B has B backup workers"),
+        ("workers", several_counts, grid.WORKERS, "how many workers, each number in turn"),
+        ("servers", several_counts, grid.SERVERS, "how many servers, each number in turn"),
+    ]
+    for name, kind, default, text in axes:
+        shown = ",".join(map(str, default))
+        parser.add_argument(
+            f"--{name}", metavar="LIST", type=kind, help=f"{text} (default: {shown})"
+        )
+    parser.add_argument(
+        "--seeds",
+        metavar="N",
+        type=_count,
+        help=f"how many, from --seed on (default: {grid.SEEDS})",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        default=None,
+        help="where the runs and the report go (default: runs/<time>-<recipe>-compare)",
+    )
+    _add_target(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        default=False,
+        help="go on with the comparison in --out; what has finished is kept",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
+    )
+    for name, option in options().items():
+        if name not in grid.NOT_FOR_A_GRID:
+            _add_option(parser, name, option.default, option.metadata)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        metavar="X",
+        type=_number,
+        default=None,
+        help="how good is good enough: report the time to it (default: the highest whole percent "
+        "of accuracy that every run reached)",
+    )
 
 
 def _add_role(role: argparse.ArgumentParser) -> None:
@@ -378,7 +453,17 @@ def _add_benchmarks(add: Callable[..., argparse.ArgumentParser]) -> None:
         default=",".join(WAYS),
         help=f"default: {','.join(WAYS)}",
     )
-    for parser in (exchange, train, norm, network):
+    report = add(
+        "report",
+        help="time and memory of a report, beside parsing its files",
+        description="How long a report about many made-up runs takes, and how much memory.",
+        allow_abbrev=False,
+    )
+    report.add_argument("--runs", metavar="N", type=_count, default=30, help="default: 30")
+    of_each = "of each run (default: 10000)"
+    report.add_argument("--gradients", metavar="N", type=_count, default=10_000, help=of_each)
+    report.add_argument("--rounds", metavar="N", type=_count, default=3, help="default: 3")
+    for parser in (exchange, train, norm, network, report):
         parser.add_argument("--json", metavar="FILE", help="write every round's figures here too")
 
 
@@ -400,6 +485,13 @@ def _size(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+
+
+def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(float(text)):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number")
 
 
 def _count(text: str) -> int:
@@ -449,6 +541,41 @@ def _train(known: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
+    return 0
+
+
+def _compare(known: argparse.Namespace) -> int:
+    from_file, given = _read_config(known)
+    given = {**from_file, **{k: v for k, v in given.items() if k not in grid.AXES}}
+    axes = {name: getattr(known, name) for name in grid.AXES if name in vars(known)}
+    asked = grid.make_grid(given, axes, Path(known.out) if known.out and known.resume else None)
+    if known.resume and known.out is None:
+        raise ConfigError("--resume goes on with a comparison: say in which folder it is (--out)")
+    grid.check_grid(asked, Path(known.out or "."))  # shows what is wrong before torch loads
+    with _signals_as_ctrl_c():
+        from offbeat.comparing import run_grid
+        from offbeat.progress import say
+
+        out = Path(known.out) if known.out else None
+        done = run_grid(asked, out, known.target, resume=known.resume)
+    for name, reason in done.failed.items():
+        print(f"offbeat: {name} failed: {reason}", file=sys.stderr)
+    say(f"wrote {done.report}")
+    if done.interrupted:
+        print(
+            f"offbeat: interrupted; go on with: offbeat compare --resume --out {done.out}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    return 1 if done.failed else 0
+
+
+def _report(known: argparse.Namespace) -> int:
+    from offbeat.report.write import write_report
+
+    out = Path(known.out) if known.out else None
+    for path in write_report([Path(run) for run in known.runs], out, target=known.target):
+        print(f"wrote {path}")
     return 0
 
 
@@ -619,11 +746,11 @@ def _bench(known: argparse.Namespace) -> int:
     if known.json is not None and not Path(known.json).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {known.json}: there is no such folder")
     with _signals_as_ctrl_c():
-        from offbeat import bench, netbench
+        from offbeat import bench, netbench, reportbench
 
         kinds: dict[str, Callable[..., Any]]
         kinds = {"exchange": bench.exchange, "train": bench.train, "norm": bench.norm}
-        kinds["network"] = netbench.network
+        kinds |= {"network": netbench.network, "report": reportbench.report}
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}
     print(bench.machine())
@@ -638,6 +765,8 @@ def _bench(known: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "train": _train,
+    "compare": _compare,
+    "report": _report,
     "eval": _eval,
     "export": _export,
     "role": _role,

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +85,10 @@ class TrainConfig:
         "a built-in recipe's name, package.module:attribute, or path/to/file.py:attribute",
     )
     discipline: str = _option(
-        "apply-reply", text, f"when gradients are applied: {', '.join(DISCIPLINES)}, or bounded:S"
+        "apply-reply",
+        text,
+        f"when gradients are applied: {', '.join(DISCIPLINES)}; bounded:S and sync:B say "
+        f"--staleness and --backup-workers too",
     )
     servers: int = _option(1, whole, "parameter servers, each with a slice of the parameters")
     workers: int = _option(2, whole, "workers, the master among them")
@@ -155,6 +159,12 @@ class TrainConfig:
     max_restarts: int = _option(
         3, whole, "local: how often each process that dies is started again before the run stops"
     )
+    slow_worker: str | None = _option(
+        None, text, "for trying it out: 1:3x has worker 1 take three times as long for each step"
+    )
+    kill_worker: str | None = _option(
+        None, text, "for trying it out, local: 1@200 has worker 1 killed when it is at step 200"
+    )
     run_dir: str | None = _option(
         None, text, "the run's folder; default: runs/<time>-<recipe>-<discipline>"
     )
@@ -189,6 +199,18 @@ class TrainConfig:
     def num_towers(self) -> int:
         return len(self.devices.split(",")) if self.devices else 1
 
+    @property
+    def slowdowns(self) -> dict[int, float]:
+        """How many times as long as it needs to each worker that is held up takes for a step."""
+        found = _by_rank("slow_worker", self.slow_worker, r"(\d+):(\d+(?:\.\d+)?)x", "1:3x")
+        return {rank: float(factor) for rank, factor in found.items()}
+
+    @property
+    def kills(self) -> dict[int, int]:
+        """At which step workers are killed."""
+        found = _by_rank("kill_worker", self.kill_worker, r"(\d+)@(\d+)", "1@200")
+        return {rank: int(step) for rank, step in found.items()}
+
     def validated(self) -> "TrainConfig":
         """The same in its resolved form, or a ConfigError that names what is wrong with it."""
         config = _resolve_discipline(self)
@@ -217,6 +239,7 @@ class TrainConfig:
                 f"backup_workers must be below the number of workers: {config.backup_workers} of "
                 f"{config.workers} would leave nobody to wait for"
             )
+        _check_injected(config)
         return config
 
     def to_json(self) -> dict[str, Any]:
@@ -265,7 +288,7 @@ def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     if name and name != str(before.get("discipline", "")).partition(":")[0]:
         overruled |= set(DISCIPLINE_OPTIONS)
     if colon:
-        overruled.add("staleness")
+        overruled |= {"staleness", "backup_workers"}
     return {key: value for key, value in before.items() if key not in overruled}
 
 
@@ -311,17 +334,49 @@ def _check_choice(name: str, value: Any) -> None:
         raise ConfigError(f"unknown {name} {value!r}; {nearest(value, choices)}")
 
 
+def _by_rank(name: str, value: str | None, form: str, example: str) -> dict[int, str]:
+    """What is said of some workers, one or several with commas between them."""
+    found: dict[int, str] = {}
+    for part in value.split(",") if value else []:
+        match = re.fullmatch(form, part.strip())
+        if match is None:
+            raise ConfigError(f"{name} must be of the form {example}, not {part.strip()!r}")
+        found[int(match[1])] = match[2]
+    return found
+
+
+def _check_injected(config: TrainConfig) -> None:
+    for name, found in (("slow_worker", config.slowdowns), ("kill_worker", config.kills)):
+        for rank, value in found.items():
+            if rank >= config.workers:
+                raise ConfigError(
+                    f"{name} names worker {rank}, but there are {config.workers}, counted from 0"
+                )
+            if value < 1:
+                raise ConfigError(f"{name} must say 1 or more, not {value:g}")
+    if config.kills and config.engine != "local":
+        raise ConfigError(
+            f"kill_worker needs the engine local, where workers are processes; not {config.engine}"
+        )
+
+
 def _resolve_discipline(config: TrainConfig) -> TrainConfig:
     """Take bounded:2 apart, and refuse options that the chosen discipline would ignore."""
     name, colon, short = config.discipline.partition(":")
     if name not in DISCIPLINES:
         raise ConfigError(f"unknown discipline {name!r}; {nearest(name, DISCIPLINES)}")
-    if colon and name != "bounded":
+    if colon and name not in ("bounded", "sync"):
         raise ConfigError(
-            f"only bounded takes a number, as in bounded:2; not {config.discipline!r}"
+            f"only bounded and sync take a number, as in bounded:2; not {config.discipline!r}"
         )
-    staleness = config.staleness
-    if colon:
+    staleness, backup_workers = config.staleness, config.backup_workers
+    if colon and name == "sync":
+        backup_workers = _convert("backup_workers", short)
+        if config.backup_workers not in (0, backup_workers):
+            raise ConfigError(
+                f"{config.discipline} contradicts backup_workers {config.backup_workers}"
+            )
+    elif colon:
         staleness = _convert("staleness", short)
         if config.staleness not in (None, staleness):
             raise ConfigError(f"{config.discipline} contradicts staleness {config.staleness:g}")
@@ -335,4 +390,6 @@ def _resolve_discipline(config: TrainConfig) -> TrainConfig:
         for option in DISCIPLINE_OPTIONS[:3]:
             if getattr(config, option) != options()[option].default:
                 raise ConfigError(f"{option} belongs to the discipline sync, not to {name}")
-    return dataclasses.replace(config, discipline=name, staleness=staleness)
+    return dataclasses.replace(
+        config, discipline=name, staleness=staleness, backup_workers=backup_workers
+    )

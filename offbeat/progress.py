@@ -3,6 +3,7 @@ elsewhere."""
 
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -59,6 +60,10 @@ def make_display(title: str, total: int | None, *, quiet: bool) -> Display:
     if sys.stdout.isatty():
         return _Bar(title, total)
     return _Lines(title, total)
+
+
+MakeDisplay = Callable[[str, int | None], Display]
+"""Given a run's title and how many gradients are expected, if that is known."""
 
 
 @contextmanager
@@ -215,6 +220,158 @@ class _Bar(Display):
     def close(self) -> None:
         self._live.refresh()
         self._live.stop()
+
+
+# -- many runs, one after the other ----------------------------------------------------------------
+
+
+class Overview(ABC):
+    """How far a series of runs is. For each: `begin`, its `display` while it goes on, `end`."""
+
+    @abstractmethod
+    def begin(self, number: int, words: str, left_s: float | None) -> None:
+        """`left_s`: how long this run and those after it will take, if there is an idea."""
+
+    @abstractmethod
+    def display(self, title: str, total: int | None) -> Display: ...
+
+    @abstractmethod
+    def end(self, line: str) -> None: ...
+
+    @abstractmethod
+    def notice(self, text: str) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def make_overview(title: str, num_runs: int, *, quiet: bool) -> Overview:
+    if not quiet and sys.stdout is not None and sys.stdout.isatty():
+        return _BarOverview(title, num_runs)
+    return _LineOverview(title, num_runs, quiet=quiet or sys.stdout is None)
+
+
+class _Relayed(Display):
+    """A run's display within an overview."""
+
+    def __init__(self, show: Callable[[Status], None], notice: Callable[[str], None]) -> None:
+        self._show = show
+        self._notice = notice
+
+    def update(self, status: Status) -> None:
+        self._show(status)
+
+    def notice(self, text: str) -> None:
+        self._notice(text)
+
+    def close(self) -> None:
+        pass
+
+
+class _LineOverview(Overview):
+    """A line for each run that is over."""
+
+    def __init__(self, title: str, num_runs: int, *, quiet: bool) -> None:
+        self._num_runs = num_runs
+        self._number = 0
+        self._say: Callable[[str], None] = (lambda line: None) if quiet else say
+        self._say(f"{title}: {num_runs} runs")
+
+    def begin(self, number: int, words: str, left_s: float | None) -> None:
+        self._number = number
+        left_words = f"; about {minutes(left_s)} left" if left_s is not None else ""
+        self._say(f"[{number}/{self._num_runs}] {words}{left_words}")
+
+    def display(self, title: str, total: int | None) -> Display:
+        return _Relayed(lambda status: None, self._say)
+
+    def end(self, line: str) -> None:
+        self._say(f"[{self._number}/{self._num_runs}] {line}")
+
+    def notice(self, text: str) -> None:
+        self._say(text)
+
+    def close(self) -> None:
+        pass
+
+
+class _BarOverview(Overview):
+    """The bar of the series, and under it what the run that is under way does."""
+
+    def __init__(self, title: str, num_runs: int) -> None:
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.text import Text
+
+        self._num_runs = num_runs
+        self._before = 0
+        self._rates = _Rates()
+        self._next_s = 0.0
+        self._began_s = time.monotonic()
+        self._left_s: float | None = None
+        self._words = ""
+        console = Console(highlight=False)
+        console.print(f"{title}: {num_runs} runs", markup=False)
+        columns = (BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, expand=True)
+        self._task = self._progress.add_task("", total=num_runs)
+        self._text = Text("", no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._progress, self._text), console=console, auto_refresh=False)
+        self._live.start()
+
+    def begin(self, number: int, words: str, left_s: float | None) -> None:
+        self._before = number - 1
+        self._words = words
+        self._rates = _Rates()
+        self._next_s = 0.0
+        self._began_s = time.monotonic()
+        self._left_s = left_s
+        self._text.plain = f"{words}: starting"
+        self._redraw(0.0)
+
+    def display(self, title: str, total: int | None) -> Display:
+        def show(status: Status) -> None:
+            rates = self._rates.add(status)
+            if status.at_s < self._next_s:
+                return
+            self._next_s = status.at_s + REDRAW_EVERY_S
+            shown = figures(status, rates, brief=True)
+            self._text.plain = f"{self._words}: {' · '.join(shown) or 'starting'}"
+            self._redraw(status.num_gradients / total if total else 0.0)
+
+        return _Relayed(show, self.notice)
+
+    def end(self, line: str) -> None:
+        self.notice(f"[{self._before + 1}/{self._num_runs}] {line}")
+        self._before += 1
+        self._redraw(0.0)
+
+    def notice(self, text: str) -> None:
+        self._live.console.print(text, markup=False)
+
+    def close(self) -> None:
+        self._text.plain = ""
+        self._live.refresh()
+        self._live.stop()
+
+    def _redraw(self, share: float) -> None:
+        done = f"{self._before}/{self._num_runs}"
+        if self._left_s is not None:
+            left_s = max(0.0, self._left_s - (time.monotonic() - self._began_s))
+            done += f", about {minutes(left_s)} left"
+        self._progress.update(
+            self._task, completed=self._before + min(1.0, share), description=done
+        )
+        self._live.refresh()
+
+
+def minutes(time_s: float) -> str:
+    """As one would say it: 45 s, 12 min, 3 h 20 min."""
+    if time_s < 90:
+        return f"{time_s:.0f} s"
+    whole = round(time_s / 60)
+    return f"{whole} min" if whole < 60 else f"{whole // 60} h {whole % 60} min"
 
 
 def _short(value: float) -> str:

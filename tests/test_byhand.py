@@ -16,8 +16,7 @@ import pytest
 from processes import RECIPE_FILE
 
 from offbeat.events import read_events
-from offbeat.report import summarise
-from offbeat.rundir import RunFolder
+from offbeat.report.summary import summarise
 
 TIMEOUT_S = 90.0
 
@@ -92,7 +91,7 @@ def test_ctrl_c_at_the_master_ends_the_run_in_order(byhand: ByHand) -> None:
     byhand.wait_until(lambda: byhand.num_pushes() > 50, "it is under way")
     os.kill(master.pid, signal.SIGINT)
     assert byhand.codes(master, worker, server) == [130, 0, 0], byhand.text()
-    summary = summarise(RunFolder(byhand.run_dir))
+    summary = summarise(byhand.run_dir)
     assert summary["status"] == "interrupted" and summary["updates"] > 50
     assert "Traceback" not in byhand.text()
 
@@ -106,7 +105,7 @@ def test_a_master_that_was_killed_is_resumed(byhand: ByHand) -> None:
     master.wait()
     again = byhand.start("master", "--resume", "run", "--threads", "1")
     assert byhand.codes(again, worker, server) == [0, 0, 0], byhand.text()
-    summary = summarise(RunFolder(byhand.run_dir))
+    summary = summarise(byhand.run_dir)
     assert summary["status"] == "finished" and summary["updates"] == 2 * 400 * 12
     assert summary["test_accuracy"] > 0.85
     assert max(byhand.applied().values()) == 1, "something was applied twice"
@@ -135,5 +134,5 @@ def test_a_server_that_was_stopped_and_started_again(byhand: ByHand) -> None:
     assert byhand.codes(server) == [130], byhand.text()
     again = byhand.start("ps")
     assert byhand.codes(master, worker, again) == [0, 0, 0], byhand.text()
-    summary = summarise(RunFolder(byhand.run_dir))
+    summary = summarise(byhand.run_dir)
     assert summary["status"] == "finished" and summary["test_accuracy"] > 0.85

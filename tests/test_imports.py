@@ -12,19 +12,20 @@ import offbeat
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
-    ["bench", "netbench"],
-    ["byhand"],
+    ["bench", "netbench", "reportbench"],
+    ["byhand", "comparing"],
     ["api"],
     ["engines"],
     ["roles", "summaries"],
-    ["report", "cluster", "rundir", "progress", "job"],
+    ["cluster", "rundir", "progress", "job"],
     ["checkpoint"],
     ["disciplines", "shard", "towers"],
     ["transport", "recipes", "data"],
-    ["flat", "layers", "optim", "randomness", "events", "memory"],
+    ["flat", "layers", "optim", "randomness", "memory"],
     ["control"],
-    ["hosts"],
-    ["config", "errors", "version"],
+    ["report"],
+    ["hosts", "grid"],
+    ["config", "errors", "events", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 

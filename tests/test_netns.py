@@ -22,8 +22,7 @@ from processes import RECIPE_FILE, TESTS
 import offbeat
 from offbeat.config import DISCIPLINES
 from offbeat.events import read_events
-from offbeat.report import summarise
-from offbeat.rundir import RunFolder
+from offbeat.report.summary import summarise
 
 pytestmark = pytest.mark.slow
 
@@ -176,7 +175,7 @@ class Net:
                     assert process.wait(TIMEOUT_S) == 0, f"{name}\n{self.text()}"
                 except subprocess.TimeoutExpired:
                     raise AssertionError(f"{name} does not end\n{self.text()}") from None
-        return summarise(RunFolder(self.run_dir))
+        return summarise(self.run_dir)
 
     def text(self) -> str:
         return "\n".join(f"--- {name}\n{host.text()}" for name, host in self.hosts.items())

@@ -1,6 +1,6 @@
 """What an engine itself writes down: events/engine.jsonl, with a run's start, restarts and end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from offbeat.events import EventLog
@@ -17,6 +17,6 @@ class Books:
         self._events.record("run", phase=phase, at_s=self._clock(), **more)
         self._events.flush()
 
-    def close(self, status: str) -> None:
-        self.record("end", status=status)
+    def close(self, status: str, failures: Sequence[Exception]) -> None:
+        self.record("end", status=status, reason=str(failures[0]) if failures else None)
         self._events.close()

@@ -145,7 +145,7 @@ class InprocEngine:
             raise
         finally:
             self._end(threads_before)
-            books.close("failed" if self.failures else self._outcome())
+            books.close("failed" if self.failures else self._outcome(), self.failures)
         if self.failures:
             raise self.failures[0]
 

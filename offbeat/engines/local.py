@@ -128,7 +128,7 @@ class LocalEngine:
             self.failures.append(RoleError(f"cannot start the processes: {error}"))
         finally:
             self._end()
-            self._books.close(self._outcome())
+            self._books.close(self._outcome(), self.failures)
         if self.failures:
             raise self.failures[0]
 

@@ -10,6 +10,8 @@ the master's worker, and does nothing else than the others here. Started by an e
 
 import logging
 import math
+import os
+import signal
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -94,6 +96,8 @@ class Worker:
         self._say = say if job.config.log_every else None
         self._said = (0.0, 0, 0)
         """When a line was shown last, after how many steps and examples."""
+        self._slowdown = job.config.slowdowns.get(rank, 1.0)
+        self._dies_at = None if incarnation else job.config.kills.get(rank)
         self._events = events
         self._clock = clock
         self._stop = stop
@@ -203,16 +207,23 @@ class Worker:
         batches = self.job.batches(self.rank, self.step - 1, self.towers.first_device)
         versions = self._take_in([link.welcome for link in self._links])
         upcoming = next(batches, None)
+        prepare_s = 0.0
         while upcoming is not None:
             if self._stop.is_set():
                 return False
+            if self.step == self._dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
             epoch, batch = upcoming
             start_s = self._clock()
             loss = self._compute_watched(batch, versions[0])
+            if self._slowdown > 1:  # as on a slower machine: with what it does itself, no more
+                own_s = self._clock() - start_s + prepare_s
+                self._stop.wait((self._slowdown - 1) * own_s)
             computed_s = self._clock()
             self._push(versions)
             upcoming = next(batches, None)  # prepared while the exchange is under way
             prepared_s = self._clock()
+            prepare_s = prepared_s - computed_s
             replies = [self._await(shard) for shard in range(len(self._links))]
             versions = self._take_in(replies)
             self._account(batch, loss)

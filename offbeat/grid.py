@@ -1,0 +1,167 @@
+"""What a comparison compares: disciplines, numbers of workers and servers, and seeds.
+
+Used by comparing.py and by the command line, which tells what is wrong before torch is loaded.
+
+    >>> [cell.name for cell in Grid("fashion-cnn", ("sync",), (1, 2), (1,), 1).cells()]
+    ['sync-1w-1s/seed-0', 'sync-2w-1s/seed-0']
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import DISCIPLINE_OPTIONS, TrainConfig, make_config
+from offbeat.errors import ConfigError, RunDirError
+
+DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:1")
+WORKERS = (1, 2)
+SERVERS = (1,)
+SEEDS = 3
+AXES = ("disciplines", "workers", "servers", "seeds")
+NOT_FOR_A_GRID = ("discipline", "staleness", "backup_workers", "workers", "servers", "run_dir")
+"""Options of train that the axes stand in for."""
+INJECTED = ("slow_worker", "kill_worker")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    discipline: str
+    workers: int
+    servers: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        discipline = self.discipline.replace(":", "-")
+        return f"{discipline}-{self.workers}w-{self.servers}s/seed-{self.seed}"
+
+    @property
+    def words(self) -> str:
+        workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        servers = f"{self.servers} server{'s' * (self.servers > 1)}"
+        return f"{self.discipline}, {workers}, {servers}, seed {self.seed}"
+
+    def like(self, other: "Cell") -> bool:
+        """Whether they differ in the seed only."""
+        return dataclasses.replace(self, seed=0) == dataclasses.replace(other, seed=0)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared: compare.json."""
+
+    recipe: str
+    disciplines: tuple[str, ...] = DISCIPLINES
+    workers: tuple[int, ...] = WORKERS
+    servers: tuple[int, ...] = SERVERS
+    seeds: int = SEEDS
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """train's other ones, as they were given."""
+
+    def cells(self) -> list[Cell]:
+        first = int(self.options.get("seed", 0))
+        return [
+            Cell(discipline, workers, servers, seed)
+            for seed in range(first, first + self.seeds)
+            for servers in self.servers
+            for workers in self.workers
+            for discipline in self.disciplines
+        ]
+
+    def config(self, cell: Cell, out: Path) -> TrainConfig:
+        """The configuration of a cell; a ConfigError where there can be no such run."""
+        options = {**self.options, **dataclasses.asdict(cell), "recipe": self.recipe}
+        if cell.discipline.partition(":")[0] != "sync":
+            options = {k: v for k, v in options.items() if k not in DISCIPLINE_OPTIONS}
+        for name in INJECTED:
+            if options.get(name):
+                options[name] = _of_these(options[name], cell.workers)
+        return make_config(options, {"run_dir": str(out / cell.name)})
+
+    @classmethod
+    def load(cls, out: Path) -> "Grid":
+        try:
+            found = json.loads(grid_file(out).read_text(encoding="utf-8"))
+            axes = {name: tuple(found[name]) for name in ("disciplines", "workers", "servers")}
+            return cls(found["recipe"], **axes, seeds=found["seeds"], options=found["options"])
+        except OSError as error:
+            raise RunDirError(
+                f"there is no comparison in {out} to go on with: {error.strerror}"
+            ) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunDirError(f"{grid_file(out)} describes no comparison: {error!r}") from error
+
+
+def grid_file(out: Path) -> Path:
+    return out / "compare.json"
+
+
+def _of_these(value: str, num_workers: int) -> str | None:
+    """What is said of workers that a cell has: one worker alone is nobody's straggler."""
+    kept = [
+        part
+        for part in value.split(",")
+        if not (found := re.match(r"\s*(\d+)", part)) or int(found[1]) < num_workers
+    ]
+    return ",".join(kept) or None
+
+
+def make_grid(
+    options: Mapping[str, Any], axes: Mapping[str, Any], resumed: Path | None = None
+) -> Grid:
+    """A grid out of train's options and of the axes that are given; `resumed`: the folder of the
+    comparison that goes on, which knows what is not said again."""
+    options = dict(options)
+    recipe = options.pop("recipe", None)
+    given: dict[str, Any] = {name: v if name == "seeds" else tuple(v) for name, v in axes.items()}
+    if resumed is None:
+        return Grid(recipe or TrainConfig().recipe, **given, options=options)
+    before = Grid.load(resumed)
+    kept = {axis: getattr(before, axis) for axis in AXES}
+    return merge(
+        before,
+        Grid(recipe or before.recipe, **{**kept, **given}, options=options or before.options),
+    )
+
+
+def merge(before: Grid, given: Grid) -> Grid:
+    """The grid to go on with: it may have become larger; all else must be as it was."""
+    if given.recipe != before.recipe:
+        raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
+    for name in sorted({*before.options, *given.options}):
+        was, now = before.options.get(name), given.options.get(name)
+        if str(was) != str(now):
+            raise ConfigError(
+                f"{name} was {was} when the comparison began, and is {now} now: what is compared "
+                f"must not differ in it"
+            )
+    axes: dict[str, Any] = {
+        axis: tuple(dict.fromkeys((*getattr(before, axis), *getattr(given, axis))))
+        for axis in ("disciplines", "workers", "servers")
+    }
+    return dataclasses.replace(before, **axes, seeds=max(before.seeds, given.seeds))
+
+
+def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cell, str]]:
+    """The cells that can be run, and why the others cannot, such as one worker with a backup."""
+    configs: dict[Cell, TrainConfig] = {}
+    left_out: dict[Cell, str] = {}
+    for name in grid.options:
+        if name in NOT_FOR_A_GRID:
+            raise ConfigError(f"{name} is not for a comparison; see disciplines, workers, servers")
+    if grid.seeds < 1:
+        raise ConfigError(f"seeds must be at least 1, not {grid.seeds}")
+    for cell in grid.cells():
+        try:
+            configs[cell] = grid.config(cell, out)
+        except ConfigError as error:
+            left_out[cell] = str(error)
+    if not configs:
+        raise ConfigError(next(iter(left_out.values()), "there is nothing to compare"))
+    return configs, left_out

@@ -1,0 +1,33 @@
+"""A report as Markdown: its text, and the numbers of its plots as tables."""
+
+from collections.abc import Iterator
+
+from offbeat.report.document import Document, Table
+
+
+def write_markdown(document: Document) -> str:
+    return "\n".join(_lines(document)) + "\n"
+
+
+def _lines(document: Document) -> Iterator[str]:
+    yield from (f"# {document.title}", "", document.lead, "")
+    for section in document.sections:
+        yield from (f"## {section.title}", "")
+        if section.text:
+            yield from (section.text, "")
+        of_plots = (plot.table() for plot in section.plots)
+        for table in (*section.tables, *section.folded, *of_plots):
+            yield from _table(table)
+
+
+def _table(table: Table) -> Iterator[str]:
+    if table.title:
+        yield from (f"**{table.title}**", "")
+    yield _row(table.header)
+    yield "|" + "---|" * len(table.header)
+    yield from map(_row, table.rows)
+    yield ""
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

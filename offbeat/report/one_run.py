@@ -1,0 +1,266 @@
+"""The report of one run: how it learned, how stale its gradients were, what its workers did."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from offbeat.report.document import (
+    Document,
+    Histogram,
+    Line,
+    LinePlot,
+    Plot,
+    Section,
+    Shares,
+    Step,
+    Table,
+    Timeline,
+    percent,
+    short,
+)
+from offbeat.report.record import Record, WorkerRecord
+from offbeat.report.summary import rate, staleness_summary
+
+NUM_BINS = 48
+"""A curve over many steps is drawn as so many means."""
+WINDOW_STEPS = 12
+"""So many steps of a worker are shown one by one."""
+MOST_HISTOGRAM_BINS = 24
+
+
+def describe_run(record: Record) -> Document:
+    return Document(
+        title=f"{record.config['recipe']}: {in_words(record.config)}",
+        lead=_lead(record),
+        sections=tuple(
+            section
+            for section in (_figures(record), _learning(record), _staleness(record), _time(record))
+            if section is not None
+        ),
+    )
+
+
+def in_words(config: dict[str, object]) -> str:
+    return f"{variant(config)}, {counted(config['workers'], 'worker')}, " + counted(
+        config["servers"], "server"
+    )
+
+
+def counted(number: object, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def variant(config: dict[str, object]) -> str:
+    """The discipline as --disciplines names it: with its bound, or its backup workers."""
+    discipline = str(config["discipline"])
+    if discipline == "bounded":
+        bound = config["staleness"]
+        return f"bounded:{bound:g}" if isinstance(bound, int | float) else f"bounded:{bound}"
+    backup = config["backup_workers"]
+    return f"{discipline}:{backup}" if backup else discipline
+
+
+def _lead(record: Record) -> str:
+    time_s = record.train_time_s
+    last = record.last_score()
+    learned = f"test {record.metric} {short(last.metric)}, " if last else ""
+    text = (
+        f"{record.status.capitalize()}: {learned}{record.gradients:,} gradients in "
+        f"{short(time_s)} s of training ({short(rate(record.gradients, time_s))} a second), seed "
+        f"{record.config['seed']}."
+    )
+    if record.unreadable:
+        text += f" {counted(record.unreadable, 'line')} of the event files could not be read."
+    return text
+
+
+def _figures(record: Record) -> Section:
+    stale = staleness_summary(record.staleness)
+    workers = record.workers.values()
+    rows = [
+        ("gradients", f"{record.gradients:,}"),
+        ("updates of the furthest shard", f"{record.updates:,}"),
+        ("examples/s", short(rate(record.examples, record.train_time_s))),
+        ("staleness: mean, p95, max", ", ".join(short(stale[k]) for k in ("mean", "p95", "max"))),
+        ("dropped", str(sum(w.dropped for w in workers))),
+        ("rejected", str(sum(w.rejected for w in workers))),
+        ("replies that mixed versions", f"{record.mixed:,}"),
+        ("updates lost with a server", str(record.lost_updates())),
+        ("restarts", ", ".join(f"{who} at {short(s)} s" for s, who in record.restarts) or "0"),
+    ]
+    options = ("slow_worker", "kill_worker", "lr", "batch_size", "epochs", "steps", "split")
+    rows += [
+        (f"--{name.replace('_', '-')}", str(record.config[name]))
+        for name in options
+        if record.config.get(name) is not None
+    ]
+    return Section("Figures", tables=(Table(("", "value"), tuple(rows)),))
+
+
+def _learning(record: Record) -> Section:
+    first_s = record.first_s
+    marks = tuple((s - first_s, f"{who} started again") for s, who in record.restarts)
+    plots: list[Plot] = []
+    if curve := record.curve():
+        by_time = Line(record.metric, 0, tuple((t, metric) for t, _, metric in curve))
+        by_count = Line(record.metric, 0, tuple((float(n), metric) for _, n, metric in curve))
+        name = f"test {record.metric}"
+        plots.append(LinePlot(f"{name} over time", "s of training", name, (by_time,), marks))
+        plots.append(LinePlot(f"{name} over gradients", "gradients", name, (by_count,)))
+    lines = []
+    for rank in record.ranks:
+        worker = record.workers[rank]
+        times = [start_s - first_s for start_s in worker.start_s]
+        points = binned(times, worker.losses, record.train_time_s)
+        lines.append(Line(f"worker {rank}", rank, tuple((t, mean) for t, mean, _ in points)))
+    plots.append(LinePlot("training loss over time", "s of training", "loss", tuple(lines), marks))
+    text = f"The loss is averaged over {NUM_BINS} stretches of the run."
+    return Section("How it learned", text, plots=tuple(plots))
+
+
+def binned(
+    xs: Sequence[float], ys: Sequence[float], length: float
+) -> list[tuple[float, float, float]]:
+    """Mean and maximum of `ys` in each stretch of 0 to `length` that has any, with its middle."""
+    width = length / NUM_BINS or 1.0
+    within: dict[int, list[float]] = {}
+    for x, y in zip(xs, ys, strict=True):
+        within.setdefault(min(NUM_BINS - 1, max(0, int(x / width))), []).append(y)
+    return [
+        ((index + 0.5) * width, math.fsum(values) / len(values), max(values))
+        for index, values in sorted(within.items())
+    ]
+
+
+def _staleness(record: Record) -> Section | None:
+    if not record.staleness:
+        return None
+    first_s = record.first_s
+    times = [s - first_s for shard in record.shards.values() for s in shard.at_s]
+    values = [float(v) for shard in record.shards.values() for v in shard.staleness]
+    points = binned(times, values, record.train_time_s)
+    over_time = LinePlot(
+        "staleness over time",
+        "s of training",
+        "versions",
+        (
+            Line("mean", 0, tuple((t, mean) for t, mean, _ in points)),
+            Line("most", 1, tuple((t, most) for t, _, most in points)),
+        ),
+    )
+    by_worker = {rank: record.workers[rank].staleness for rank in record.ranks}
+    text = (
+        "A gradient's staleness: how many versions were applied to the shard between the "
+        "parameters it was computed on and its own application."
+    )
+    rows = tuple(
+        (f"worker {rank}", *(short(v) for v in staleness_summary(counts).values()))
+        for rank, counts in by_worker.items()
+    )
+    table = Table(("", "mean", "p50", "p95", "p99", "max"), rows)
+    plots = (over_time, histogram("how often", by_worker))
+    return Section("Staleness", text, (table,), plots)
+
+
+def histogram(title: str, by_worker: dict[int, Counter[int]]) -> Histogram:
+    """Shares of all gradients, one layer for each worker."""
+    total = sum(counts.total() for counts in by_worker.values()) or 1
+    most = max((value for counts in by_worker.values() for value in counts), default=0)
+    width = math.ceil((most + 1) / MOST_HISTOGRAM_BINS)
+    starts = range(0, most + 1, width)
+    return Histogram(
+        title,
+        "staleness",
+        tuple(str(s) if width == 1 else f"{s}-{s + width - 1}" for s in starts),
+        tuple(f"worker {rank}" for rank in by_worker),
+        tuple(
+            tuple(sum(c[v] for v in range(s, s + width)) / total for c in by_worker.values())
+            for s in starts
+        ),
+    )
+
+
+# -- where the time went ---------------------------------------------------------------------------
+
+
+def parts_of(worker: WorkerRecord, index: int) -> tuple[float, ...]:
+    """How long step number `index` took for each of the document's PARTS."""
+    waited_s = worker.waited_s(index)
+    return (
+        worker.compute_s[index],
+        worker.prepare_s[index],
+        waited_s,
+        worker.exchange_s[index] - waited_s,
+    )
+
+
+def shares_of(worker: WorkerRecord) -> tuple[float, ...]:
+    sums = [math.fsum(part) for part in zip(*_all_parts(worker), strict=True)]
+    total = math.fsum(sums) or 1.0
+    return tuple(part / total for part in sums)
+
+
+def _all_parts(worker: WorkerRecord) -> list[tuple[float, ...]]:
+    return [parts_of(worker, index) for index in range(worker.gradients)]
+
+
+def _time(record: Record) -> Section | None:
+    if not record.ranks:
+        return None
+    names = tuple(f"worker {rank}" for rank in record.ranks)
+    workers = [record.workers[rank] for rank in record.ranks]
+    shares = tuple((name, shares_of(w)) for name, w in zip(names, workers, strict=True))
+    rows = tuple(
+        (
+            name,
+            f"{w.gradients:,}",
+            short(rate(w.gradients, w.end_s(-1) - w.start_s[0])),
+            *map(percent, parts),
+        )
+        for (name, parts), w in zip(shares, workers, strict=True)
+    )
+    header = ("", "gradients", "a second", "computing", "preparing", "waiting", "exchanging")
+    text = (
+        "Waiting: the gradient lay at a server that did not reply yet, because it updated or "
+        "waited for others. Exchanging: the rest of the time between a push and its reply that was "
+        "not spent preparing the next batch."
+    )
+    plots = (
+        Shares("all of the run", shares),
+        Timeline("over the run", names, tuple(_stretches(record, workers)), "stretch"),
+        Timeline("some steps in the middle of it", names, tuple(_window(record, workers))),
+    )
+    return Section("What the workers did", text, (Table(header, rows),), plots)
+
+
+def _stretches(record: Record, workers: list[WorkerRecord]) -> list[Step]:
+    """The run in stretches of several steps, each with its parts one after the other."""
+    num_bins = max(1, min(NUM_BINS, min(worker.gradients for worker in workers) // 4))
+    width = record.train_time_s / num_bins or 1.0
+    steps = []
+    for row, worker in enumerate(workers):
+        sums: dict[int, list[float]] = {}
+        for index in range(worker.gradients):
+            at = min(num_bins - 1, int((worker.start_s[index] - record.first_s) / width))
+            mine = sums.setdefault(at, [0.0] * 4)
+            for part, part_s in enumerate(parts_of(worker, index)):
+                mine[part] += part_s
+        for at, parts in sorted(sums.items()):
+            scale = min(1.0, width / (math.fsum(parts) or 1.0))
+            steps.append(Step(row, at + 1, at * width, tuple(part * scale for part in parts)))
+    return steps
+
+
+def _window(record: Record, workers: list[WorkerRecord]) -> list[Step]:
+    """As much of the middle of the run as the quickest worker takes for WINDOW_STEPS steps."""
+    spans = [
+        (w.end_s(-1) - w.start_s[0]) / w.gradients * WINDOW_STEPS for w in workers if w.gradients
+    ]
+    start_s = record.first_s + record.train_time_s / 2
+    end_s = start_s + min(spans)
+    return [
+        Step(row, worker.steps[i], worker.start_s[i] - record.first_s, parts_of(worker, i))
+        for row, worker in enumerate(workers)
+        for i in range(worker.gradients)
+        if worker.end_s(i) >= start_s and worker.start_s[i] < end_s
+    ]

@@ -1,0 +1,269 @@
+"""What a run's config.json and event files hold, read once, in a form to count with.
+
+Called by the summary and by the reports. Imports no torch, so that a report is there at once.
+"""
+
+import json
+import math
+from array import array
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import RunDirError
+from offbeat.events import read_events
+
+PARTS = ("compute_s", "prepare_s", "exchange_s")
+
+
+def _floats() -> "array[float]":
+    return array("d")
+
+
+def _wholes() -> "array[int]":
+    return array("q")
+
+
+@dataclass
+class WorkerRecord:
+    """One worker's steps; the arrays have an element for each."""
+
+    steps: "array[int]" = field(default_factory=_wholes)
+    start_s: "array[float]" = field(default_factory=_floats)
+    compute_s: "array[float]" = field(default_factory=_floats)
+    prepare_s: "array[float]" = field(default_factory=_floats)
+    exchange_s: "array[float]" = field(default_factory=_floats)
+    losses: "array[float]" = field(default_factory=_floats)
+    examples: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Of its gradients that were applied, over all shards."""
+    held_s: dict[int, float] = field(default_factory=dict)
+    """How long a server kept the gradient of a step before it replied; the slowest one's."""
+
+    @property
+    def gradients(self) -> int:
+        return len(self.steps)
+
+    def add(self, event: dict[str, Any]) -> None:
+        self.losses.append(event["loss"])
+        self.steps.append(event["step"])
+        self.start_s.append(event["start_s"])
+        self.compute_s.append(event["compute_s"])
+        self.prepare_s.append(event["prepare_s"])
+        self.exchange_s.append(event["exchange_s"])
+        self.examples += event["examples"]
+        self.dropped += event["outcome"] == "dropped"
+        self.rejected += event["outcome"] == "rejected"
+
+    def end_s(self, index: int) -> float:
+        """When step number `index` was over."""
+        return math.fsum(
+            (
+                self.start_s[index],
+                self.compute_s[index],
+                self.prepare_s[index],
+                self.exchange_s[index],
+            )
+        )
+
+    def waited_s(self, index: int) -> float:
+        """How much of a step's exchange its gradient lay at a server that did not reply yet."""
+        return min(self.exchange_s[index], self.held_s.get(self.steps[index], 0.0))
+
+
+@dataclass
+class ShardRecord:
+    """What was applied to one shard; the arrays have an element for each gradient."""
+
+    versions: "array[int]" = field(default_factory=_wholes)
+    at_s: "array[float]" = field(default_factory=_floats)
+    staleness: "array[int]" = field(default_factory=_wholes)
+
+    @property
+    def version(self) -> int:
+        return max(self.versions, default=0)
+
+
+@dataclass
+class Score:
+    version: int
+    metric: float
+    at_s: float
+
+
+@dataclass
+class Record:
+    """One run. `folder` is only a name for it."""
+
+    folder: str
+    config: dict[str, Any]
+    metric: str
+    environment: dict[str, Any]
+    workers: dict[int, WorkerRecord] = field(default_factory=lambda: defaultdict(WorkerRecord))
+    shards: dict[int, ShardRecord] = field(default_factory=lambda: defaultdict(ShardRecord))
+    scores: list[Score] = field(default_factory=list)
+    mixed: int = 0
+    end_s: float = 0.0
+    status: str = "unfinished"
+    reason: str | None = None
+    """Why it failed."""
+    restarts: list[tuple[float, str]] = field(default_factory=list)
+    """When, and who."""
+    loaded: dict[tuple[int, int], int] = field(default_factory=dict)
+    """For each (shard, epoch) the version that it began with."""
+    seen: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """The newest version of a shard that workers had seen when they found its next epoch."""
+    unapplied: Counter[tuple[int, int]] = field(default_factory=Counter)
+    unreadable: int = 0
+    """Lines that are no events: what a crash of the machine can leave."""
+
+    def add(self, event: dict[str, Any]) -> None:
+        match event["kind"]:
+            case "push":
+                self._add_push(event)
+            case "step":
+                self.workers[event["worker"]].add(event)
+            case "score":
+                if event["metric"] is not None:
+                    self.scores.append(Score(event["version"], event["metric"], event["at_s"]))
+            case "rejoin":
+                self._add_rejoin(event)
+            case "run":
+                self._add_phase(event)
+            case "unreadable":
+                self.unreadable += 1
+
+    def _add_push(self, event: dict[str, Any]) -> None:
+        self.mixed += bool(event["mixed"])
+        worker = self.workers[event["worker"]]
+        received_s, replied_s = event["received_s"], event["replied_s"]
+        if replied_s is not None:
+            held_s, sequence = worker.held_s, event["sequence"]
+            held_s[sequence] = max(held_s.get(sequence, 0.0), replied_s - received_s)
+        if event["outcome"] == "applied":
+            shard = self.shards[event["shard"]]
+            applied_s = event["applied_s"]
+            shard.versions.append(event["version"])
+            shard.at_s.append(received_s if applied_s is None else applied_s)
+            shard.staleness.append(event["staleness"])
+            worker.staleness[event["staleness"]] += 1
+
+    def _add_phase(self, event: dict[str, Any]) -> None:
+        match event["phase"]:
+            case "restart":
+                self.restarts.append((event["at_s"], f"{event['role']} {event['index']}"))
+            case "load":
+                self.loaded[event["shard"], event["epoch"]] = event["version"]
+            case "end" if event["at_s"] >= self.end_s:  # a run that was resumed has several
+                self.end_s = event["at_s"]
+                self.status = event["status"]
+                self.reason = event.get("reason")
+
+    def _add_rejoin(self, event: dict[str, Any]) -> None:
+        """A worker found a server again: what it had seen of it, and what of its own was lost."""
+        key = event["shard"], event["epoch"]
+        self.seen[key] = max(self.seen[key], event["seen_version"])
+        self.unapplied[key] += event["lost"]
+
+    # -- what follows from it ------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers that took a step at least."""
+        return [rank for rank in sorted(self.workers) if self.workers[rank].gradients]
+
+    @property
+    def gradients(self) -> int:
+        return sum(worker.gradients for worker in self.workers.values())
+
+    @property
+    def examples(self) -> int:
+        return sum(worker.examples for worker in self.workers.values())
+
+    @property
+    def updates(self) -> int:
+        return max((shard.version for shard in self.shards.values()), default=0)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        pooled: Counter[int] = Counter()
+        for worker in self.workers.values():
+            pooled.update(worker.staleness)
+        return pooled
+
+    @property
+    def first_s(self) -> float:
+        """When the first step began; what was before it is starting up."""
+        return min((w.start_s[0] for w in self.workers.values() if w.gradients), default=0.0)
+
+    @property
+    def last_s(self) -> float:
+        """When the last step was over."""
+        return max(
+            (w.end_s(i) for w in self.workers.values() for i in range(w.gradients)), default=0.0
+        )
+
+    @property
+    def train_time_s(self) -> float:
+        return max(0.0, self.last_s - self.first_s)
+
+    def lost_updates(self) -> int:
+        """What servers had taken in and lost when they died: told by the versions that workers had
+        seen, and by the gradients that they had been told were in, whichever is more."""
+        lost = 0
+        for key, version in self.seen.items():
+            by_versions = version - self.loaded.get(key, version)
+            by_gradients = 0 if self.config["discipline"] == "sync" else self.unapplied[key]
+            lost += max(by_versions, by_gradients, 0)
+        return lost
+
+    def last_score(self) -> Score | None:
+        return max(self.scores, key=lambda score: score.version, default=None)
+
+    def curve(self) -> list[tuple[float, int, float]]:
+        """Each scored version: how long training had taken until it was there, how many gradients
+        were in, and what it got. The time that scoring took is not in it."""
+        shard = self.shards.get(0, ShardRecord())
+        reached = dict(zip(shard.versions, shard.at_s, strict=True))
+        times = sorted(shard.at_s)
+        first_s = self.first_s
+        points = []
+        for score in sorted({s.version: s for s in self.scores}.values(), key=lambda s: s.version):
+            at_s = reached.get(score.version, first_s if score.version == 0 else score.at_s)
+            points.append((max(0.0, at_s - first_s), bisect_right(times, at_s), score.metric))
+        return points
+
+
+def read_run(path: Path, name: str | None = None) -> Record:
+    """Everything about the run in the folder `path`."""
+    config = path / "config.json"
+    try:
+        described = json.loads(config.read_text(encoding="utf-8"))
+        record = Record(
+            name or path.name,
+            described["config"],
+            described["metric"],
+            described.get("environment", {}),
+        )
+    except OSError as error:
+        raise RunDirError(f"cannot read {config}: {error.strerror}; is that a run?") from error
+    except (ValueError, TypeError, LookupError) as error:
+        raise RunDirError(f"{config} does not describe a run: {error!r}") from error
+    for event in read_events(path / "events"):
+        try:
+            record.add(event)
+        except (LookupError, TypeError):
+            record.unreadable += 1
+    return record
+
+
+def find_runs(path: Path) -> Iterator[Path]:
+    """The folders of runs at or below `path`, in the order of their names."""
+    for config in sorted(path.rglob("config.json")):
+        if (config.parent / "events").is_dir():
+            yield config.parent

@@ -1,0 +1,85 @@
+"""The figures of a run, as a pure function of its config.json and event files.
+
+>>> summarise(Path("runs/..."))["staleness"]["mean"]
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from offbeat.report.record import PARTS, WorkerRecord, read_run
+
+COST_WINDOW = 100
+"""`final_cost` is the mean training loss over this many of each worker's last steps."""
+
+
+def summarise(path: Path) -> dict[str, Any]:
+    """What summary.json says of the run in the folder `path`."""
+    record = read_run(path)
+    config = record.config
+    time_s = record.train_time_s
+    last = record.last_score()
+    metric = last.metric if last else None
+    workers = [record.workers[rank] for rank in record.ranks]
+    costs = [sum(tail) / len(tail) for w in workers if (tail := w.losses[-COST_WINDOW:])]
+    return {
+        "recipe": config["recipe"],
+        "discipline": config["discipline"],
+        "staleness_bound": config["staleness"],
+        "engine": config["engine"],
+        "num_servers": config["servers"],
+        "num_workers": config["workers"],
+        "seed": config["seed"],
+        "status": record.status,
+        "gradients": record.gradients,
+        "updates": record.updates,
+        "total_time_s": max(record.end_s, record.last_s, 0.0),  # one that was killed has no end
+        "train_time_s": round(time_s, 6),
+        "gradients_per_s": rate(record.gradients, time_s),
+        "updates_per_s": rate(record.updates, time_s),
+        "examples_per_s": rate(record.examples, time_s),
+        "metric": record.metric,
+        "test_accuracy": metric if record.metric == "accuracy" else None,
+        "test_metric": metric,
+        "final_cost": sum(costs) / len(costs) if costs else None,
+        "staleness": staleness_summary(record.staleness),
+        "mixed_replies": record.mixed,
+        "dropped": sum(w.dropped for w in workers),
+        "rejected": sum(w.rejected for w in workers),
+        "lost_updates": record.lost_updates(),
+        "restarts": len(record.restarts),
+        "workers": [_worker_row(rank, record.workers[rank]) for rank in record.ranks],
+    }
+
+
+def staleness_summary(counts: Counter[int]) -> dict[str, float | int | None]:
+    """Mean, percentiles and maximum of a histogram; None where nothing was applied."""
+    total = counts.total()
+    if not total:
+        return dict.fromkeys(("mean", "p50", "p95", "p99", "max"))
+    mean = sum(value * n for value, n in counts.items()) / total
+    percentiles = {f"p{p}": _percentile(counts, p / 100) for p in (50, 95, 99)}
+    return {"mean": round(mean, 6), **percentiles, "max": max(counts)}
+
+
+def rate(count: int, time_s: float) -> float | None:
+    return round(count / time_s, 3) if time_s else None
+
+
+def _percentile(counts: Counter[int], fraction: float) -> int:
+    """The least value that at least this fraction of all values does not exceed."""
+    below = 0
+    for value in sorted(counts):
+        below += counts[value]
+        if below >= fraction * counts.total():
+            return value
+    raise AssertionError("the fraction is at most 1")
+
+
+def _worker_row(rank: int, worker: WorkerRecord) -> dict[str, Any]:
+    row: dict[str, Any] = {"rank": rank}
+    for name in ("gradients", "examples", "dropped", "rejected"):
+        row[name] = getattr(worker, name)
+    for name in PARTS:
+        row[name] = round(sum(getattr(worker, name)), 6)
+    return row
