@@ -9,6 +9,7 @@ Called by the command line:
 """
 
 import contextlib
+import ipaddress
 import logging
 import signal
 import sys
@@ -37,7 +38,12 @@ def serve(reach: Reach, index: int, bind: str | None = None) -> bool:
     where = reach.hosts.where("ps", index)
     host, port = split_address(where)
     if bind is not None:
-        host, port = split_address(bind) if ":" in bind.strip("[]") else (bind, port)
+        host, port = _split_bind(bind, port)
+    if reach.terms.client_tls is not None and reach.terms.server_tls is None:
+        raise ConfigError(
+            "a server that is to use TLS needs a certificate: give --tls-cert and --tls-key beside "
+            "--tls-ca"
+        )
     if reach.terms.token is None and not is_loopback(host):
         raise ConfigError(
             f"server {index} would listen at {host}:{port}, where strangers can reach it, without "
@@ -51,9 +57,18 @@ def serve(reach: Reach, index: int, bind: str | None = None) -> bool:
         except ConnectionClosedError as error:
             raise ConfigError(str(error)) from error
         log.info("server %d listens at %s; waiting for the master", index, listener.address[4:])
-        Door(listener, index, log, start_timeout_s=reach.start_timeout_s, stop=stop).run()
-        log.info("server %d leaves", index)
+        door = Door(listener, index, log, start_timeout_s=reach.start_timeout_s, stop=stop)
+        door.run()
+        log.info("server %d leaves: %s", index, door.reason)
         return stop.is_set()
+
+
+def _split_bind(bind: str, port: int) -> tuple[str, int]:
+    """A host, with a port of its own or without."""
+    try:
+        return str(ipaddress.ip_address(bind.strip("[]"))), port
+    except ValueError:
+        return split_address(bind) if ":" in bind else (bind, port)
 
 
 def master(
@@ -128,8 +143,11 @@ def check(hosts: Hosts, terms: Terms) -> bool:
         found.append(about)
         say(f"ps {index}  {hosts.ps[index]}  {_in_words(about)}")
     present = {rank for about in found for rank in about.get("present", ())}
+    through = {rank for about in found for rank in about.get("finished", ())}
     for rank in range(hosts.num_workers):
         state = "connected" if rank in present else "not connected"
+        if rank in through:
+            state = "through"
         say(f"{_name_of(hosts, rank)}  {state}")
     for rank in sorted(present - set(range(hosts.num_workers))):
         say(f"joined, rank {rank}  connected")

@@ -21,6 +21,7 @@ import math
 import os
 import secrets
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -293,7 +294,6 @@ def _add_role(role: argparse.ArgumentParser) -> None:
         metavar="ROLE",
         default=None,
         help=f"{known} (default: what TF_CONFIG says)",
-        choices=[*ROLES, None],
     )
     role.add_argument(
         "--index", type=_index, metavar="I", help="which server or worker (default: 0)"
@@ -608,8 +608,9 @@ def _role(known: argparse.Namespace) -> int:
     role, index = known.role, getattr(known, "index", None)
     if role is None and task is not None:
         role, index = task.role, task.index
-    if role is None:
-        raise ConfigError(f"which role? {', '.join(ROLES)}")
+    if role not in ROLES:
+        what = "which role?" if role is None else f"unknown role {role!r};"
+        raise ConfigError(f"{what} {', '.join(ROLES)}")
     return _role_by_hand(known, hosts, role, index or 0)
 
 
@@ -624,6 +625,10 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
         hosts.rank_of(role, index)
     if known.join and role != "worker":
         raise ConfigError(f"only a worker can join, not a {role}")
+    if known.join and "index" in vars(known):
+        raise ConfigError("--join comes as one more than the cluster lists: leave --index out")
+    if "bind" in vars(known) and role != "ps":
+        raise ConfigError(f"--bind is for servers: a {role} listens nowhere")
     if role == "ps":
         hosts.where(role, index)
     allowed = options() if is_master else () if role == "ps" else LOCAL_OPTIONS
@@ -670,6 +675,10 @@ def _terms(known: argparse.Namespace) -> Any:
     from offbeat.transport.terms import load_terms
 
     files = ("token_file", "tls_cert", "tls_key", "tls_ca")
+    if known.token_file is not None:
+        path = Path(known.token_file).expanduser()
+        if path.is_file() and path.stat().st_mode & stat.S_IROTH:
+            print(f"offbeat: everybody here can read {path}: chmod 600 {path}", file=sys.stderr)
     return load_terms(os.environ, **{name: getattr(known, name) for name in files})
 
 

@@ -62,7 +62,9 @@ class Hosts:
         if known is None:
             return self.master or next(iter(self.worker), "")
         if not 0 <= index < len(known):
-            raise ConfigError(f"there is no {role} {index}: the cluster has {len(known)}")
+            raise ConfigError(
+                f"there is no {role} {index}: the cluster has {len(known)}, counted from 0"
+            )
         return known[index]
 
     def validated(self) -> "Hosts":
@@ -113,7 +115,9 @@ def read_hosts(path: str | Path) -> Hosts:
 
 
 def make_hosts(table: Mapping[str, Any]) -> Hosts:
-    for key in table:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            raise ConfigError(f"[{key}] is a table; ps, worker and master stand at the top level")
         if key not in _KEYS:
             raise ConfigError(f"unknown key {key!r}; {nearest(key, _KEYS)}")
     master = table.get("master")

@@ -449,10 +449,11 @@ def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         if theirs.get(key) != ours.get(key):
             return f"{name} is {theirs.get(key)} there, {ours.get(key)} here"
     model, our_model = theirs.get("model"), ours.get("model")
-    for there, here in itertools.zip_longest(model or (), our_model or ()):
-        if there != here and model and our_model:
-            return f"the model has {_tensor(there)} there, {_tensor(here)} here"
-    if theirs.get("fingerprint") != ours["fingerprint"]:
+    if isinstance(model, list) and isinstance(our_model, list):
+        for there, here in itertools.zip_longest(model, our_model):
+            if there != here:
+                return f"the model has {_tensor(there)} there, {_tensor(here)} here"
+    if theirs.get("fingerprint") != ours.get("fingerprint"):
         return "the model: its tensors, or which of them are frozen, tied or buffers"
     return ""
 

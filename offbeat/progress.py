@@ -110,8 +110,10 @@ class _Silent(Display):
 class _Rates:
     """Gradients and examples per second over the last few seconds in which there were any."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int | None = None) -> None:
+        """`total` gradients are expected: then they are 0 when none comes though some are to."""
         self._history: deque[Status] = deque()
+        self._total = total or 0
 
     def add(self, status: Status) -> tuple[float, float] | None:
         history = self._history
@@ -120,6 +122,8 @@ class _Rates:
         while history[-1].at_s - history[0].at_s > WINDOW_S and len(history) > 2:
             history.popleft()
         first, last = history[0], history[-1]
+        if status.at_s - last.at_s > WINDOW_S and last.num_gradients < self._total:
+            return 0.0, 0.0
         time_s = last.at_s - first.at_s
         if not time_s:
             return None
@@ -151,7 +155,7 @@ class _Lines(Display):
 
     def __init__(self, title: str, total: int | None) -> None:
         self._total = total
-        self._rates = _Rates()
+        self._rates = _Rates(total)
         self._next_s = LINE_EVERY_S
         self._score: tuple[int, float] | None = None
         say(title)
@@ -188,7 +192,7 @@ class _Bar(Display):
         )
         from rich.text import Text
 
-        self._rates = _Rates()
+        self._rates = _Rates(total)
         self._next_s = 0.0
         console = Console(highlight=False)
         console.print(title, markup=False)

@@ -238,3 +238,8 @@ def test_rates_are_those_of_the_time_in_which_gradients_came(
     assert "gradient 100/100, 50.0 gradients/s, 2,500 examples/s" in line, "no decay while scoring"
     assert "test accuracy 0.8812 at version 480" in line
     display.close()
+    stalled = make_display("title", 200, quiet=False)
+    for count, at_s in ((0, 0.0), (100, 2.0), (100, 60.0)):
+        stalled.update(status(count, at_s))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "gradient 100/200, 0.0 gradients/s, 0.0 examples/s" in line, "but while nothing moves"

@@ -216,7 +216,7 @@ def test_workers_join_and_leave_and_the_schedule_stays_right(
         master = made.start_all()
         wait_until(lambda: made.run_dir.exists() and made.num_updates() > 100, "it is under way")
         first, second = made.start_worker(None), made.start_worker(None)
-        wait_until(lambda: len(made.applied().keys()) > 300, "they help")
+        wait_until(lambda: {2, 3} <= {worker for _, worker, _ in made.applied()}, "they help")
         first.stop.set()
         first.wait()
         result = finish(made, master)
@@ -290,10 +290,13 @@ def test_a_mismatch_is_refused_with_the_difference_and_the_server_goes_on(tmp_pa
         job = make_job(make_config({"workers": 2, "recipe": "toy:recipe"}), toy_recipe())
         ours = {"worker": 1, "incarnation": 9, **job.agreement}
         for change, message in [
-            ({"protocol": 7}, "the protocol's version is 7 there, 2 here"),
-            ({"num_shards": 3}, "the number of servers is 3 there, 1 here"),
-            ({"optimizer": "Nothing()"}, r"the optimizer is Nothing\(\) there, "),
-            ({"model": [["a", [2], "float32"]]}, r"the model has a \[2\] float32 there, 0.weight"),
+            ({"protocol": 7}, "the protocol's version is 2 there, 7 here"),
+            ({"num_shards": 3}, "the number of servers is 1 there, 3 here"),
+            ({"optimizer": "Nothing()"}, r"the optimizer is .* there, Nothing\(\) here"),
+            (
+                {"model": [["a", [2], "float32"]]},
+                r"the model has 0.weight .* there, a \[2\] float32 here",
+            ),
             ({}, "the model: its tensors"),
         ]:
             hello = {**ours, **change, "fingerprint": "another"}

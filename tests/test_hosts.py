@@ -151,7 +151,7 @@ def test_addresses_and_loopback() -> None:
     ("arguments", "message"),
     [
         (["ps"], "a role belongs to a cluster"),
-        (["cook", "--ps", "127.0.0.1:1", "--worker", "a:1"], "invalid choice"),
+        (["cook", "--ps", "127.0.0.1:1", "--worker", "a:1"], "unknown role 'cook'"),
         (["--ps", "127.0.0.1:1", "--worker", "a:1"], "which role?"),
         (["ps", "--index", "1", "--ps", "127.0.0.1:1", "--worker", "a:1"], "there is no ps 1"),
         (["worker", "--index", "1", "--ps", "a:1", "--worker", "a:1"], "there is no worker 1"),

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import hmac
+import logging
 import socket
 import ssl
 import threading
@@ -50,7 +51,7 @@ def a_server(terms: Terms) -> Iterator[tuple[SocketListener, list[Any]]]:
         hellos.append(hello)
         end.refuse("that will do")
 
-    acceptor = Acceptor(listener, serve, "test")
+    acceptor = Acceptor(listener, serve, "test", logging.Logger("test"))
     acceptor.start()
     try:
         yield listener, hellos

@@ -75,12 +75,10 @@ class MasterNetwork(SocketNetwork):
         threads: int | None,
     ) -> None:
         terms = dataclasses.replace(reach.terms, peer_timeout_s=job.config.worker_timeout)
-        super().__init__(reach.hosts.addresses, terms)
+        super().__init__(reach.hosts.addresses, terms, say)
         self.failed: Callable[[str], None] = lambda line: None
         self._folder = folder
         self._clock = clock
-        self._say = say
-        self._missing: set[int] = set()
         self._files: dict[str, Path] = {}
         before = folder.read_json(folder.cluster) if folder.cluster.exists() else {}
         self._got: dict[int, list[Any]] = {int(k): v for k, v in before.get("got", {}).items()}
@@ -106,21 +104,14 @@ class MasterNetwork(SocketNetwork):
         self, shard: int, hello: Message, layout: Layout, timeout_s: float
     ) -> CallEnd:
         """A connection to a server that knows what the run is."""
-        end: CallEnd | None = None
+        end = super().connect_for_calls(shard, hello, layout, timeout_s)
         try:
-            end = super().connect_for_calls(shard, hello, layout, timeout_s)
             told = {**self._message, "epochs": self._epochs, "elapsed_s": self._clock()}
-            answer, _ = end.call(told, {}, CALL_TIMEOUT_S)
-        except ConnectionClosedError as error:
-            if end is not None:
-                end.close()
-            if shard not in self._missing and not error.refused:
-                self._missing.add(shard)
-                self._say(f"waiting for server {shard} at {self.addresses[shard][4:]}")
+            with self.waiting(shard):
+                answer, _ = end.call(told, {}, CALL_TIMEOUT_S)
+        except ConnectionClosedError:
+            end.close()
             raise
-        if shard in self._missing:
-            self._missing.remove(shard)
-            self._say(f"server {shard} is here")
         self._remember(shard, int(answer["epoch"]))
         got = self._got.setdefault(shard, [])
         return _CollectingEnd(end, self._collect, got, self._write)

@@ -128,14 +128,17 @@ class InprocEngine:
             master = self._start("master", self.master.run, self._role_failed("master"))
             self._watch(lambda: master.is_alive() and not self.master.opened.is_set())
             evaluator = self._start_evaluator() if self.servers else None
+            begins = self.master.opened.is_set()  # or the servers may be somebody else's
             workers = [
-                self._start(f"worker-{w.rank}", w.run, self._worker_failed(w)) for w in self.workers
+                self._start(f"worker-{w.rank}", w.run, self._worker_failed(w))
+                for w in self.workers
+                if begins
             ]
             self._watch(master.is_alive)
             for server in self.servers:
                 server.close()  # a worker that still trains is told that the run is over
-            if not self.folder.state.exists():
-                self._give_up.set()
+            if self.interrupted or not self.folder.state.exists():
+                self._give_up.set()  # also where a server is away that could tell them
             self._watch(lambda: any(thread.is_alive() for thread in workers))
             if not self.servers:  # rank 0 needed the machine until now
                 evaluator = self._start_evaluator()

@@ -165,7 +165,10 @@ class Record:
                 self.reason = event.get("reason")
 
     def _add_rejoin(self, event: dict[str, Any]) -> None:
-        """A worker found a server again: what it had seen of it, and what of its own was lost."""
+        """A worker found a server again: what it had seen of it, and what of its own was lost. One
+        that lived on lost nothing."""
+        if event.get("former_epoch") == event["epoch"]:
+            return
         key = event["shard"], event["epoch"]
         self.seen[key] = max(self.seen[key], event["seen_version"])
         self.unapplied[key] += event["lost"]

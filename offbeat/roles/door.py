@@ -166,7 +166,14 @@ class Door:
         """Of the master."""
         self._master_heard_s = time.monotonic()
         self._tick = threading.Event()
-        self._acceptor = Acceptor(listener, self._serve, f"ps-{index}")
+        self._acceptor = Acceptor(listener, self._serve, f"ps-{index}", log)
+
+    @property
+    def reason(self) -> str:
+        """Why it is over."""
+        if self._stop.is_set() or self._run is None:
+            return "it was stopped"
+        return self._run.server.reason
 
     def run(self) -> None:
         """Raises what the server failed with, or that nobody came."""
@@ -309,6 +316,7 @@ class Door:
                 "fingerprint": run.job.fingerprint,
                 "updates": run.server.shard.version,
                 "present": run.server.present(),
+                "finished": run.server.finished(),
             }
         return about
 

@@ -131,6 +131,7 @@ class Patience:
         self._say = say
         self._now = now
         self._begun_s = now()
+        self._has_looked = False
         self._come: set[int] = set()
         self._finished: set[int] = set()
         self._gone_s: dict[int, float] = {}
@@ -144,16 +145,23 @@ class Patience:
     def look(self, present: Collection[int], finished: Collection[int]) -> None:
         now_s = self._now()
         self._finished |= set(finished)
+        here = {*present, *finished, 0}
+        if not self._has_looked and not here.issuperset(self._ranks):
+            missing = [f"worker {rank}" for rank in self._ranks if rank not in here]
+            self._say(f"waiting for {', '.join(missing)}")
         for rank in self._ranks:
             if rank in present or rank in finished:
                 if rank in self._gone_s and rank in present:
                     self._say(f"worker {rank} is back")
+                elif self._has_looked and rank and rank not in self._come:
+                    self._say(f"worker {rank} is here")
                 self._come.add(rank)
                 self._late.discard(rank)
                 self._gone_s.pop(rank, None)
             elif rank in self._come and rank not in self._gone_s:
                 self._gone_s[rank] = now_s
                 self._say(f"worker {rank} is gone; the others go on")
+        self._has_looked = True
 
     def given_up(self) -> set[int]:
         """Those that did not come in time, or did not come back."""

@@ -95,34 +95,22 @@ class WorkDone:
 
 
 def ask_config(
-    network: SocketNetwork,
-    who: Message,
-    start_timeout_s: float,
-    stop: threading.Event,
-    say: Say,
+    network: SocketNetwork, who: Message, start_timeout_s: float, stop: threading.Event
 ) -> Message:
     """The run's configuration, as soon as server 0 knows it; says what it is waiting for."""
     where = network.addresses[0].removeprefix("tcp:")
-    said: list[str] = []
-
-    def say_once(line: str) -> None:
-        if line not in said:
-            said.append(line)
-            say(line)
+    waits: list[bool] = []
 
     def ask() -> Message:
+        end = network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
         try:
-            end = network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
-            try:
-                told, _ = end.call({"ask": "config", **who}, {}, CALL_TIMEOUT_S)
-            finally:
-                end.close()
-        except ConnectionClosedError as error:
-            if not (error.refused or error.over):
-                say_once(f"waiting for server 0 at {where}")
-            raise
+            told, _ = end.call({"ask": "config", **who}, {}, CALL_TIMEOUT_S)
+        finally:
+            end.close()
         if not told:
-            say_once("waiting for the master")
+            if not waits:
+                waits.append(True)
+                network.say("waiting for the master")
             raise ConnectionClosedError("the master has not come yet")
         return told
 
@@ -152,9 +140,9 @@ def run_worker(
     """Be the worker of this rank, or (None) one more than the cluster lists, until the run is over.
     `local`: options that are this machine's own. `show` is for the lines that --log-every asks for.
     `scores`: find out how well it does in the end."""
-    network = SocketNetwork(addresses, terms)
+    network = SocketNetwork(addresses, terms, say)
     who: Message = {"join": True} if rank is None else {"rank": rank}
-    told = ask_config(network, who, start_timeout_s, stop, say)
+    told = ask_config(network, who, start_timeout_s, stop)
     rank, incarnation = int(told["rank"]), int(told["incarnation"])
     job, network, clock = _enter(network, told, local)
     say(f"worker {rank} of {job.config.recipe}, {job.config.discipline}")
@@ -181,6 +169,12 @@ def run_worker(
             with contextlib.suppress(ConnectionClosedError):  # then the run has other troubles
                 _tell_of_failure(network, in_a_line(error))
             raise
+        except ConnectionClosedError as error:
+            if error.refused or error.over or stop.is_set():
+                raise
+            raise ConnectionClosedError(
+                f"{error}; that was all within {start_timeout_s:g} s (--start-timeout)"
+            ) from error
     say(f"worker {rank} is through after {worker.stats.num_steps} steps")
     metric = None
     if scores and job.test is not None:
@@ -207,8 +201,8 @@ def run_evaluator(
 ) -> None:
     """Score each newest checkpoint once, the last one too: the servers have it, until the run is
     over and a little longer."""
-    network = SocketNetwork(addresses, terms)
-    told = ask_config(network, {}, start_timeout_s, stop, say)
+    network = SocketNetwork(addresses, terms, say)
+    told = ask_config(network, {}, start_timeout_s, stop)
     job, network, clock = _enter(network, told, local)
     if job.test is None:
         say("the recipe has no test data: there is nothing to score")
@@ -352,7 +346,8 @@ def _enter(
         config = dataclasses.replace(job.config, threads=os.cpu_count())
         job = dataclasses.replace(job, config=config)
     terms = dataclasses.replace(network.terms, peer_timeout_s=job.config.worker_timeout)
-    return job, SocketNetwork(network.addresses, terms), lambda: time.monotonic() - began_s
+    entered = SocketNetwork(network.addresses, terms, network.say)
+    return job, entered, lambda: time.monotonic() - began_s
 
 
 def _tell_of_failure(network: SocketNetwork, line: str) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,8 @@ TICK_S = 0.05
 HELLO_TIMEOUT_S = 10.0
 MOST_STRANGERS = 64
 """How many may be on their way in at the same time, not yet known to be ours."""
+MOST_REASONS = 100
+"""Why strangers were sent away: more are not told apart."""
 CLOSE_TIMEOUT_S = 10.0
 """How long a closing server waits for each of its threads; they look up every POLL_S."""
 WORKER_TIMEOUT_S = 30.0
@@ -63,11 +65,17 @@ class Acceptor:
     `serve` makes of it. Of those who have not said it yet there are never many."""
 
     def __init__(
-        self, listener: Listener, serve: Callable[[ServerEnd, Message], None], name: str
+        self,
+        listener: Listener,
+        serve: Callable[[ServerEnd, Message], None],
+        name: str,
+        log: logging.Logger,
     ) -> None:
         self._listener = listener
         self._serve = serve
         self._name = name
+        self._log = log
+        self._sent_away: Counter[str] = Counter()
         self._closed = False
         self._strangers: set[ServerEnd] = set()
         self._threads: list[threading.Thread] = []
@@ -112,10 +120,20 @@ class Acceptor:
             hello = end.read_hello(HELLO_TIMEOUT_S)
         except (ConnectionClosedError, OSError, ValueError) as error:
             end.close(str(error))
+            self._note(str(error))
             return
         finally:
             self._strangers.discard(end)
         self._serve(end, hello)
+
+    def _note(self, why: str) -> None:
+        """That somebody was sent away: the first time, the tenth, the hundredth, ... since
+        strangers must not be able to fill a disk."""
+        if len(self._sent_away) < MOST_REASONS or why in self._sent_away:
+            self._sent_away[why] += 1
+            times = self._sent_away[why]
+            if times == 10 ** (len(str(times)) - 1):
+                self._log.warning("sent somebody away (%d): %.200s", times, why)
 
 
 @dataclass(eq=False, slots=True)
@@ -215,7 +233,7 @@ class Server:
         self.stopping = False
         self._ends_run = True
         self.reason = "the server was stopped"
-        self._acceptor = Acceptor(listener, self.serve, f"ps-{index}") if listener else None
+        self._acceptor = Acceptor(listener, self.serve, f"ps-{index}", log) if listener else None
         self._shared_updater: Updater | None = None
 
     # -- for the engine ------------------------------------------------------------------------
@@ -314,6 +332,11 @@ class Server:
         with self._membership:
             return sorted(self._sessions)
 
+    def finished(self) -> list[int]:
+        """The workers that are through."""
+        with self._membership:
+            return sorted(self._finished)
+
     def _leave_out(self, workers: Sequence[int]) -> None:
         """Wait no longer for those of these workers that are not here."""
         with self._membership, self._lock:
@@ -375,15 +398,17 @@ class Server:
                 shards = self._agreement.get("num_shards")
                 same_shards = hello.get("num_shards", shards) == shards
                 if hello.get("shard", self.index) != self.index:
-                    end.refuse(f"this is server {self.index}, not {hello['shard']}")
+                    reason = f"this is server {self.index}, not {hello['shard']}"
                 elif theirs == self._agreement["fingerprint"] and same_shards:
                     return True
-                else:
-                    difference = disagreement(hello, self._agreement)
-                    end.refuse(f"server {self.index} has another run: {difference}")
+                else:  # told as the other side sees it
+                    difference = disagreement(self._agreement, hello)
+                    reason = f"server {self.index} has another run: {difference}"
             case _:
-                end.refuse("that is no hello")
-        self._log.warning("refused somebody: %.500s", hello)
+                reason = "that is no hello"
+        end.refuse(reason)
+        who = f"worker {hello['worker']}" if isinstance(hello.get("worker"), int) else "somebody"
+        self._log.warning("refused %s: %.500s", who, reason)
         return False
 
     def _serve_worker(self, end: ServerEnd, worker: int, incarnation: int) -> None:

@@ -174,6 +174,7 @@ class Worker:
             raise reason
         self.log.warning("server %d: %s; looking for it", shard, reason)
         self.towers.unpin()
+        former_epoch = self._links[shard].welcome.epoch
         self._links[shard].close()
         link = self._join(shard)
         self._links[shard] = link
@@ -185,6 +186,7 @@ class Worker:
             worker=self.rank,
             shard=shard,
             epoch=welcome.epoch,
+            former_epoch=former_epoch,
             version=welcome.reply_version,
             seen_version=self._seen[shard],
             lost=len(lost),

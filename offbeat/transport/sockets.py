@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,19 +276,45 @@ class SocketCallEnd(CallEnd):
 class SocketNetwork(Network):
     """Servers at fixed addresses."""
 
-    def __init__(self, addresses: Sequence[str], terms: Terms = OPEN) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        terms: Terms = OPEN,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`say` is told when a server is being waited for, and when it is there."""
         self.addresses = tuple(addresses)
         self.terms = terms
+        self.say = say
+        self._missing: set[int] = set()
 
     def connect(
         self, shard: int, hello: Message, layout: Layout, timeout_s: float, params: Tensor
     ) -> WorkerEnd:
-        return connect(self.addresses[shard], hello, layout, timeout_s, self.terms)
+        with self.waiting(shard):
+            return connect(self.addresses[shard], hello, layout, timeout_s, self.terms)
 
     def connect_for_calls(
         self, shard: int, hello: Message, layout: Layout, timeout_s: float
     ) -> CallEnd:
-        return connect_for_calls(self.addresses[shard], hello, layout, timeout_s, self.terms)
+        with self.waiting(shard):
+            return connect_for_calls(self.addresses[shard], hello, layout, timeout_s, self.terms)
+
+    @contextlib.contextmanager
+    def waiting(self, shard: int) -> Iterator[None]:
+        """Have it told, once, that what is done in here has to wait for a server."""
+        try:
+            yield
+        except ConnectionClosedError as error:
+            if shard not in self._missing and not (error.refused or error.over):
+                self._missing.add(shard)
+                where = self.addresses[shard].removeprefix("tcp:")
+                reason = "" if where in str(error) else f": {error}"
+                self.say(f"waiting for server {shard} at {where}{reason}")
+            raise
+        if shard in self._missing:
+            self._missing.remove(shard)
+            self.say(f"server {shard} is here")
 
 
 class SocketListener(Listener):
@@ -313,7 +339,7 @@ class SocketListener(Listener):
         self.address = address
         if family != socket.AF_UNIX:
             host, port = self._socket.getsockname()[:2]
-            self.address = f"tcp:{host}:{port}"
+            self.address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
     def accept(self, timeout_s: float) -> ServerEnd | None:
         try:

@@ -67,7 +67,7 @@ def load_terms(
     """Out of files and the environment; a ConfigError says what is wrong with them, never what is
     in them."""
     if (tls_cert is None) != (tls_key is None):
-        raise ConfigError("tls_cert and tls_key belong together: give both")
+        raise ConfigError("--tls-cert and --tls-key belong together: give both")
     try:
         server_tls = client_tls = None
         if tls_cert is not None:
@@ -84,8 +84,10 @@ def load_terms(
             if context is not None:
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
     except OSError as error:  # which an SSLError is, too
-        named = ", ".join(name for name in (tls_cert, tls_key, tls_ca) if name)
-        raise ConfigError(f"cannot use {named} for TLS: {error.strerror or error}") from error
+        files = [name for name in (tls_cert, tls_key, tls_ca) if name]
+        missing = [name for name in files if not Path(name).is_file()]
+        reason = "there is no such file" if missing else str(error)
+        raise ConfigError(f"cannot use {', '.join(missing or files)} for TLS: {reason}") from error
     token = _load_token(environment, token_file)
     return Terms(token=token, server_tls=server_tls, client_tls=client_tls)
 
@@ -103,8 +105,9 @@ def _load_token(environment: Mapping[str, str], token_file: str | None) -> bytes
     else:
         return None
     if len(token.encode()) < LEAST_TOKEN_BYTES:
+        what = "too short" if token else "missing: it is empty"
         raise ConfigError(
-            f"the token in {where} is too short; offbeat token makes one that cannot be guessed"
+            f"the token in {where} is {what}; offbeat token makes one that cannot be guessed"
         )
     return token.encode()
 
@@ -148,6 +151,16 @@ def admit(connection: Connection, terms: Terms, timeout_s: float) -> None:
 def introduce(connection: Connection, terms: Terms, timeout_s: float, host: str) -> None:
     """The client's side: prove to the server that we may speak, and have it prove itself. Raises
     ConnectionClosedError where that fails."""
+    try:
+        _introduce(connection, terms, timeout_s, host)
+    except ConnectionClosedError as error:
+        if not error.over:
+            raise
+        # whether a run is over is not for somebody to say who has proved nothing
+        raise ConnectionClosedError(str(error)) from error
+
+
+def _introduce(connection: Connection, terms: Terms, timeout_s: float, host: str) -> None:
     if terms.client_tls is not None:
         _secure(connection, terms.client_tls, timeout_s, host)
     theirs, asks = _read_challenge(connection, terms, timeout_s)
@@ -177,6 +190,10 @@ def _read_challenge(connection: Connection, terms: Terms, timeout_s: float) -> t
         if terms.client_tls is not None and "alert" in str(error).lower():
             # TLS has told us that the server does not take our certificate, or wants to see one
             raise ConnectionClosedError(f"no TLS connection: {error}", refused=True) from error
+        if terms.client_tls is None and not (error.refused or error.over):
+            raise ConnectionClosedError(
+                f"{error}; if the server uses TLS, give --tls-ca"
+            ) from error
         raise
     expect(connection, frame, CHALLENGE, NONCE_BYTES)
     return _read(connection, NONCE_BYTES, timeout_s), frame.flag
@@ -210,6 +227,9 @@ def _secure(
     except OSError as error:
         refused = isinstance(error, ssl.SSLCertVerificationError)
         reason = getattr(error, "verify_message", None) or str(error)
+        if host is not None and getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
+            refused = True
+            reason = "the server does not use TLS; leave --tls-ca out, or give it a certificate"
         raise connection.lost(f"no TLS connection: {reason}", refused=refused) from error
 
 

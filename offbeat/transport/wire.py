@@ -25,7 +25,7 @@ from offbeat.transport.base import STATUSES, Header, Message
 MAGIC = b"OFFB"
 FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
 """magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
-sequence, batch, base version, reply version + 1, applied sequence: 80 bytes."""
+sequence, batch, base version, reply version + 1, applied sequence: 76 bytes."""
 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
 
@@ -79,7 +79,8 @@ class Frame:
             raise ConnectionClosedError("the other end does not speak Offbeat's protocol")
         if protocol != PROTOCOL:
             raise ConnectionClosedError(
-                f"the other end speaks version {protocol} of the protocol, this one {PROTOCOL}"
+                f"the other end speaks version {protocol} of the protocol, this one {PROTOCOL}",
+                refused=True,
             )
         if status >= len(STATUSES):
             raise ConnectionClosedError(f"the other end sent an unknown status {status}")

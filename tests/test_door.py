@@ -1,0 +1,473 @@
+"""A server by hand, the master that comes to it and the evaluator: what they say to each other, one
+call at a time, and what happens when one of them is gone at the wrong moment."""
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clusters import Cluster, Proxy, cluster, finish
+from helpers import toy_job, toy_recipe
+from rig import TOKEN, rig, wait_until
+from test_cluster import quickly  # noqa: F401 - a fixture for all of these
+from test_train import ScriptedNetwork, ScriptedServer
+
+import offbeat
+from offbeat import byhand, cli
+from offbeat.cli import main
+from offbeat.config import make_config
+from offbeat.control import CONTROL_VARIABLE
+from offbeat.engines.cluster import MasterNetwork, Reach, _CollectingEnd
+from offbeat.errors import ConnectionClosedError, NonFiniteLossError, OffbeatError
+from offbeat.events import EventLog
+from offbeat.hosts import TF_VARIABLE, Hosts
+from offbeat.job import make_job
+from offbeat.roles import remote
+from offbeat.roles.door import Door
+from offbeat.roles.evaluator import Evaluator
+from offbeat.roles.master import Master
+from offbeat.roles.remote import SMALL, CallSink, _RemoteScorer
+from offbeat.rundir import RunFolder
+from offbeat.transport.base import CallEnd
+from offbeat.transport.sockets import connect_for_calls
+from offbeat.transport.terms import OPEN, Terms
+
+T = 10.0
+
+
+def configure(made: Cluster, epoch: int = 0, **options: Any) -> tuple[Door, dict[str, Any]]:
+    """The door of server 0, told of a run by nobody in particular, and what it was told."""
+    made.start_servers()
+    wait_until(lambda: 0 in made.doors, "it is there")
+    config = make_config({"workers": 2, "recipe": "toy:recipe", **options})
+    job = make_job(config, toy_recipe(epochs=15), elastic=True)
+    message = {
+        "ask": "configure",
+        "run": "r",
+        "life": "l",
+        "epochs": [epoch],
+        "elapsed_s": 0.0,
+        "config": {**job.config.to_json(), "threads": 1},
+        "facts": dataclasses.asdict(job.facts),
+        "agreement": job.agreement,
+    }
+    door = made.doors[0]
+    door.answer(message, {})
+    return door, message
+
+
+def load(door: Door, applied: dict[int, tuple[int, int]]) -> None:
+    assert door._run is not None
+    job = door._run.job
+    state = dataclasses.replace(job.initial_state(0, job.make_model()), applied=applied)
+    door._run.server.load(state)
+
+
+# -- events, on their way to the master ------------------------------------------------------------
+
+
+class Scripted(CallEnd):
+    """Answers calls as a test says."""
+
+    def __init__(self, *answers: tuple[Any, Any]) -> None:
+        self.answers = list(answers)
+        self.asked: list[Any] = []
+
+    def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
+        self.asked.append(message["ask"])
+        return self.answers.pop(0) if self.answers else ({}, {})
+
+    def close(self) -> None:
+        pass
+
+
+def lines(text: str) -> dict[str, torch.Tensor]:
+    return {"events/worker-1": torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+
+def test_the_master_collects_until_there_is_no_more_and_takes_nothing_twice() -> None:
+    end = Scripted(
+        ({"relay": ["s", 1]}, {}),
+        ({"relay": ["s", 2], "present": [1]}, lines("a\n")),
+        ({"relay": ["s", 2], "present": [1]}, lines("a\n")),  # again: the answer was lost
+        ({"relay": ["s", 3], "present": []}, lines("b\n")),
+        ({"relay": ["s", 4], "present": []}, {}),
+    )
+    kept: list[bytes] = []
+    remembered: list[list[Any]] = []
+    got: list[Any] = []
+    collecting = _CollectingEnd(
+        end,
+        lambda message, tensors: kept.extend(bytes(t.tolist()) for t in tensors.values()),
+        got,
+        lambda: remembered.append(list(got)),
+    )
+    collecting.call({"ask": "finish", "reason": ""}, {}, T)
+    assert kept == [b"a\n", b"b\n"]
+    assert remembered == [["s", 2], ["s", 3]]
+    assert end.asked == ["finish", *["status"] * 4, "release"]
+
+
+def test_events_of_an_odd_name_are_neither_taken_nor_written(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        door, _ = configure(made)
+        ask = {"ask": "events", "name": "../../x", "source": "s", "before": 0}
+        with pytest.raises(ConnectionClosedError, match="nobody here is called"):
+            door.answer(ask, {"lines": torch.zeros(1, dtype=torch.uint8)})
+    network = MasterNetwork.__new__(MasterNetwork)
+    network._files, network._folder = {}, RunFolder(tmp_path)
+    with pytest.raises(ConnectionClosedError, match="events of"):
+        network._collect({}, {"events/../../x": torch.zeros(1, dtype=torch.uint8)})
+
+
+def test_events_that_could_not_be_sent_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+
+    class Network:
+        def connect_for_calls(self, *args: Any) -> CallEnd:
+            if not sent:
+                sent.append(b"")
+                raise ConnectionClosedError("server 0 is away")
+            end = Scripted()
+            monkeypatch.setattr(
+                end, "call", lambda m, tensors, t: sent.append(bytes(tensors["lines"].tolist()))
+            )
+            return end
+
+    sink = CallSink(Network(), "worker-1")  # type: ignore[arg-type]
+    sink.write("a\n")
+    sink.flush()
+    sink.write("b\n")
+    sink.flush()
+    assert sent == [b"", b"a\nb\n"]
+
+
+# -- who stays how long ----------------------------------------------------------------------------
+
+
+def test_a_server_stays_until_the_master_lets_it_go(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        door, _ = configure(made)
+        with contextlib.closing(connect_for_calls(made.hosts.addresses[0], {}, SMALL, T)) as end:
+            end.call({"ask": "finish", "reason": "the run is finished"}, {}, T)
+            wait_until(lambda: door._run is not None and door._run.server.stopping, "it is over")
+            status, _ = end.call({"ask": "status"}, {}, T)
+            assert status["present"] == [] and made.servers[0].thread.is_alive()
+            end.call({"ask": "release"}, {}, T)
+        made.servers[0].wait()
+        assert door.reason == "the run is finished"
+
+
+def test_a_server_stays_for_an_evaluator_until_it_leaves(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        door, _ = configure(made)
+        door.answer({"ask": "newest", "after": -1, "who": "e"}, {})
+        door.answer({"ask": "finish", "reason": "over"}, {})
+        door.answer({"ask": "newest", "after": -1, "who": "late"}, {})
+        door.answer({"ask": "release"}, {})
+        made.servers[0].thread.join(0.2)
+        assert made.servers[0].thread.is_alive()
+        door.answer({"ask": "leave", "who": "e"}, {})
+        made.servers[0].wait()
+
+
+def test_a_server_does_not_outlive_its_master_for_long(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        made.start_timeout_s = 0.5
+        door, message = configure(made)
+        door.answer({"ask": "failed", "line": "nan"}, {})
+        own = {**message["config"], "keep": 7, "checkpoint_every": 3}
+        door.answer({**message, "life": "m", "config": own}, {})  # another master took over
+        assert door._failures == [], "those were told to the former one"
+        with pytest.raises(ConnectionClosedError, match="nothing was heard of the master"):
+            made.servers[0].wait()
+
+
+def test_who_comes_back_or_joins_after_a_restart_is_somebody_new(tmp_path: Path) -> None:
+    """A server that was started anew does not know who had joined before."""
+    options = {"split": "shared", "discipline": "apply-reply"}
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        door, _ = configure(made, epoch=1, **options)
+        load(door, {1: (200_000, 5)})
+        first, again = (door.answer({"ask": "config", "rank": 1}, {})[0] for _ in range(2))
+        assert 200_000 < first["incarnation"] < again["incarnation"]
+        other, _ = door.answer({"ask": "config", "rank": 0}, {})
+        assert other["incarnation"] > 1 << 16, "above any that the life before gave"
+        joined = [door.answer({"ask": "config", "join": True}, {})[0]["rank"] for _ in range(2)]
+        assert joined == [1002, 1003]
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+def test_a_master_without_servers_gives_up(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        for listener in made._listeners:
+            listener.close()
+        made.start_timeout_s = 0.3
+        with pytest.raises(OffbeatError, match="nobody answers"):
+            made.start_master().wait()
+
+
+def test_a_worker_says_whom_it_waits_for(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=2, workers=2) as made:
+        made.start_servers()
+        worker = made.start_worker(1)
+        wait_until(lambda: worker.lines == ["waiting for the master"], "it says so")
+
+
+def test_a_worker_says_that_another_server_than_the_first_is_missing(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=2, workers=2) as made:
+        made._listeners[1].close()
+        made.servers = [made._serve(0, made._listeners[0])]
+        wait_until(lambda: 0 in made.doors, "it is there")
+        made._listeners[1:] = []
+        master = made.start_master()
+        wait_until(lambda: made.doors[0]._run is not None, "the run is known")
+        door = made.doors[0]
+        assert door._run is not None
+        load(door, {})
+        worker = made.start_worker(1)
+        where = made.hosts.ps[1]
+        wait_until(lambda: f"waiting for server 1 at {where}" in worker.lines, "it says so")
+        made._listeners.append(made._listen(f"tcp:{where}"))
+        made.servers.append(made._serve(1, made._listeners[1]))
+        finish(made, master)
+        assert "server 1 is here" in worker.lines
+
+
+# -- a second master -------------------------------------------------------------------------------
+
+
+def test_a_master_that_is_refused_disturbs_nobody(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2, epochs=60, discipline="apply-reply") as made:
+        master = made.start_all()
+        wait_until(lambda: made.run_dir.exists() and made.num_updates() > 20, "it is under way")
+        other = Cluster.__new__(Cluster)
+        other.__dict__.update(made.__dict__)
+        other.run_dir = tmp_path / "other"
+        with pytest.raises(OffbeatError, match="serves another run"):
+            other.start_master().wait()
+        made.roles = [role for role in made.roles if role.error is None]
+        summary = finish(made, master).summary
+        joined = [line for line in made.servers[0].lines if "worker 0" in line and "joined" in line]
+        assert len(joined) == 1, "rank 0 of the other one never came"
+        assert summary["gradients"] == summary["updates"] == 2 * 60 * 12
+
+
+def test_a_master_is_stopped_while_a_server_is_away(tmp_path: Path) -> None:
+    """The first Ctrl-C is enough, though nobody is left who could tell rank 0 that it is over."""
+    with cluster(tmp_path, servers=1, workers=1, epochs=500) as made:
+        made.start_servers()
+        result: list[Any] = []
+        stopped = threading.Event()
+
+        def interrupt() -> None:
+            wait_until(lambda: made.run_dir.exists() and made.num_updates() > 20, "it is under way")
+            made.servers[0].stop.set()
+            made.servers[0].wait()
+            signal.raise_signal(signal.SIGINT)
+            stopped.set()
+
+        helper = threading.Thread(target=interrupt)
+        helper.start()
+        reach = Reach(hosts=made.hosts, terms=OPEN, start_timeout_s=600)
+        options = {**made.options, "run_dir": str(made.run_dir)}
+        result.append(byhand.master(reach, options, {}, None))
+        helper.join(T)
+        assert stopped.is_set()
+        assert result[0].interrupted
+
+
+# -- connections that break ------------------------------------------------------------------------
+
+
+def test_what_is_pushed_again_is_the_same_gradient_and_nothing_counts_as_lost(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"discipline": "apply-reply", "servers": 2, "workers": 1}
+    with cluster(tmp_path, **options, epochs=10) as made:
+        proxies = [Proxy(address) for address in made.hosts.addresses]
+        made.hosts = dataclasses.replace(made.hosts, ps=tuple(p.address[4:] for p in proxies))
+        made.start_servers()
+        master = made.start_master()
+        for number in range(1, 7):
+            wait_until(
+                lambda n=number: made.run_dir.exists() and made.num_updates() > 40 * n, "so far"
+            )
+            proxies[number % 2].cut()
+        result = finish(made, master)
+        there = offbeat.load(result.run_dir)
+        for proxy in proxies:
+            proxy.close()
+    assert result.summary["lost_updates"] == 0, "the servers lived on"
+    here = offbeat.train(
+        "toy:recipe",
+        engine="inproc",
+        quiet=True,
+        threads=1,
+        epochs=10,
+        run_dir=tmp_path / "r",
+        **options,
+    ).state_dict()
+    assert all(torch.equal(there[name], tensor) for name, tensor in here.items())
+
+
+def test_the_others_do_the_work_of_one_who_left(tmp_path: Path) -> None:
+    options = {"discipline": "apply-reply", "split": "shared", "epochs": 20}
+    with cluster(tmp_path, servers=1, workers=2, **options) as made:
+        made.start_servers()
+        leaving = made.start_worker(1)
+        master = made.start_master()
+        wait_until(
+            lambda: made.run_dir.exists() and any(w == 1 for _, w, _ in made.applied()), "it works"
+        )
+        leaving.stop.set()
+        assert finish(made, master).summary["updates"] == 2 * 20 * 24
+
+
+def test_a_loss_that_is_no_number_is_told_to_the_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any) -> None:
+        raise NonFiniteLossError("the loss became nan in worker 1")
+
+    with cluster(tmp_path, servers=1, workers=2) as made:
+        door, _ = configure(made)
+        load(door, {})
+        monkeypatch.setattr(remote.Worker, "run", fail)
+        with pytest.raises(NonFiniteLossError):
+            made.start_worker(1).wait()
+        assert len(door._failures) == 1 and "became nan" in door._failures[0]
+
+
+# -- the evaluator ---------------------------------------------------------------------------------
+
+
+def part(version: int | None, over: bool = False) -> tuple[Any, Any]:
+    if version is None:
+        return {"over": over}, {}
+    return {"over": over, "version": version}, {"values": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("discipline", "first", "second", "version", "is_last"),
+    [
+        ("sync", [part(8)], [part(8)], 8, False),
+        ("sync", [part(8)], [part(9)], None, False),
+        ("lock-free", [part(8)], [part(9)], 8, False),
+        ("sync", [part(8)], [part(None)], None, False),
+        ("sync", [part(None, True)], [part(None, True)], None, True),
+        ("apply-reply", [part(8, True)] * 2, [part(9, True)] * 2, 8, True),
+        # server 0 was asked before it had the last one
+        ("sync", [part(None), part(9, True)], [part(9, True)] * 2, 9, True),
+    ],
+)
+def test_which_checkpoint_an_evaluator_scores(
+    discipline: str, first: Any, second: Any, version: int | None, is_last: bool
+) -> None:
+    answers = {0: list(first), 1: list(second)}
+    nothing: Any = None
+    scorer = _RemoteScorer(
+        toy_job(servers=2, discipline=discipline), nothing, nothing, nothing, nothing
+    )
+    scorer._call = lambda shard, message: answers[shard].pop(0)  # type: ignore[method-assign]
+    found, last = scorer._ask()
+    assert (found and found[0], last) == (version, is_last)
+
+
+def test_what_an_evaluator_is_given_is_the_moving_average(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 1, ema_decay=0.5) as made:
+        hand = made.join(0)
+        hand.exchange(1.0)
+        made.snapshot()
+        _, found = made.server.answer({"ask": "newest", "after": -1}, {})
+        assert made.shard.ema is not None
+        assert found["values"].tolist() == made.shard.ema.tolist() != made.shard.params.tolist()
+        hand.link.close()
+
+
+def test_an_evaluator_passes_over_what_was_pruned(tmp_path: Path) -> None:
+    job, folder = toy_job(), RunFolder(tmp_path)
+    evaluator = Evaluator(
+        job, job.make_model().module, folder, log=logging.Logger("x"), stop=threading.Event()
+    )
+    evaluator._score(folder.checkpoints / "00000007")
+    assert evaluator.latest is None
+
+
+# -- the master ------------------------------------------------------------------------------------
+
+
+class ServerAhead(ScriptedServer):
+    """Has shards as large as the job's."""
+
+    def __init__(self, versions: list[int], version: int, num_elements: int) -> None:
+        super().__init__(versions)
+        self.version = version
+        self.params = torch.zeros(num_elements)
+
+    def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
+        answer, found = super().call(message, tensors, timeout_s)
+        return answer, {"params": self.params} if found else found
+
+
+def test_the_last_checkpoint_of_a_resumed_master_is_what_the_servers_have(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    job = toy_job(servers=1, workers=1)
+    for versions, version in (([0], 0), ([], 40)):  # the second finds a server that is ahead
+        server = ServerAhead(versions, version, job.manifest.num_elements)
+        with contextlib.closing(EventLog(folder.path / "master.jsonl")) as events:
+            master = Master(
+                job,
+                ScriptedNetwork([server]),
+                folder,
+                job.make_model(),
+                events=events,
+                log=logging.Logger("test"),
+                clock=lambda: 0.0,
+                stop=threading.Event(),
+            )
+            assert master.run() == "finished"
+    assert folder.read_json(folder.state)["last_checkpoint"] == "00000040"
+
+
+def test_a_worker_that_is_silent_is_silent_for_tcp_too(tmp_path: Path) -> None:
+    reach = Reach(
+        hosts=Hosts(ps=("127.0.0.1:1",), master="x:1"), terms=Terms(), start_timeout_s=1.0
+    )
+    nothing: Any = None
+    network = MasterNetwork(
+        reach, toy_job(worker_timeout=7.0), RunFolder(tmp_path), lambda: 0.0, nothing, None
+    )
+    assert network.terms.peer_timeout_s == 7.0
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_a_process_of_an_engine_does_not_look_at_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TF_VARIABLE, "{")
+    monkeypatch.setenv(CONTROL_VARIABLE, "9")
+    monkeypatch.setattr(cli, "_role_of_engine", lambda known: 7)
+    assert main(["role", "ps", "--run-dir", "r"]) == 7
+
+
+def test_a_server_never_shows_the_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(TOKEN)
+    file.chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+    flags = ["--ps", where, "--worker", "127.0.0.1:1", "--token-file", str(file)]
+    assert main(["role", "ps", *flags, "--start-timeout", "0.2"]) == 1
+    shown = "".join(capsys.readouterr())
+    assert TOKEN.decode() not in shown
+    assert f"chmod 600 {file}" in shown and "no master came" in shown
