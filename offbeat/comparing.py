@@ -142,7 +142,7 @@ class _Comparing:
         )
         try:
             for reason, cells in _by_reason(left_out).items():
-                overview.notice(f"left out: {', '.join(cells)}: {reason}")
+                overview.notice(f"left out: {'; '.join(cells)}: {reason}")
             for cell in self.configs:
                 self._look_for(cell)
             for number, cell in enumerate(self.configs, start=1):

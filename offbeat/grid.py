@@ -25,6 +25,10 @@ AXES = ("disciplines", "workers", "servers", "seeds")
 NOT_FOR_A_GRID = ("discipline", "staleness", "backup_workers", "workers", "servers", "run_dir")
 """Options of train that the axes stand in for."""
 INJECTED = ("slow_worker", "kill_worker")
+ENOUGH = 1_000_000
+"""Workers, for any number of backups."""
+OF_NO_MATTER = ("quiet", "data_dir")
+"""Options that may be others when a comparison goes on."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +128,16 @@ def make_grid(
         return Grid(recipe or TrainConfig().recipe, **given, options=options)
     before = Grid.load(resumed)
     kept = {axis: getattr(before, axis) for axis in AXES}
-    return merge(
-        before,
-        Grid(recipe or before.recipe, **{**kept, **given}, options=options or before.options),
-    )
+    return merge(before, Grid(recipe or before.recipe, **{**kept, **given}, options=options))
 
 
 def merge(before: Grid, given: Grid) -> Grid:
     """The grid to go on with: it may have become larger; all else must be as it was."""
     if given.recipe != before.recipe:
         raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
-    for name in sorted({*before.options, *given.options}):
-        was, now = before.options.get(name), given.options.get(name)
-        if str(was) != str(now):
+    for name, now in given.options.items():
+        was = before.options.get(name)
+        if str(was) != str(now) and name not in OF_NO_MATTER:
             raise ConfigError(
                 f"{name} was {was} when the comparison began, and is {now} now: what is compared "
                 f"must not differ in it"
@@ -145,7 +146,9 @@ def merge(before: Grid, given: Grid) -> Grid:
         axis: tuple(dict.fromkeys((*getattr(before, axis), *getattr(given, axis))))
         for axis in ("disciplines", "workers", "servers")
     }
-    return dataclasses.replace(before, **axes, seeds=max(before.seeds, given.seeds))
+    options = {**before.options, **{k: v for k, v in given.options.items() if k in OF_NO_MATTER}}
+    seeds = max(before.seeds, given.seeds)
+    return dataclasses.replace(before, **axes, seeds=seeds, options=options)
 
 
 def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cell, str]]:
@@ -157,6 +160,11 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
             raise ConfigError(f"{name} is not for a comparison; see disciplines, workers, servers")
     if grid.seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {grid.seeds}")
+    for discipline in grid.disciplines:
+        make_config({"discipline": discipline, "workers": ENOUGH})
+    injected = {name: grid.options.get(name) for name in (*INJECTED, "engine")}
+    most = max(grid.workers, default=1)
+    make_config({k: v for k, v in injected.items() if v is not None}, {"workers": most})
     for cell in grid.cells():
         try:
             configs[cell] = grid.config(cell, out)
