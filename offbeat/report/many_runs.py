@@ -406,12 +406,10 @@ def _winner(
     n = min(s.n for _, s in known)
     if len(near) == len(known) - 1:
         return f"no difference seen, n={n}"
-    tied = (
-        " and ".join(name(known[i][0]) for i in sorted([best, *near]))
-        if len(near) < 3
-        else (f"{len(near) + 1} of {len(known)}")
-    )
-    return f"no difference seen between {tied}, n={n}"
+    tied = [name(known[i][0]) for i in sorted([best, *near])]
+    if full and len(tied) > 3:
+        return f"no difference seen between {len(tied)} of {len(known)}, n={n}"
+    return f"no difference seen between {', '.join(tied[:-1])} and {tied[-1]}, n={n}"
 
 
 def _results(grid: Grid) -> Section:

@@ -25,7 +25,7 @@ from offbeat.report.document import (
 )
 
 WIDTH, HEIGHT = 360, 230
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
+LEFT, RIGHT, TOP, BOTTOM = 46, 18, 10, 36
 NUM_COLORS = 8
 ROW = 18
 """Of a plot that has rows."""
@@ -81,6 +81,12 @@ def _text(x: float, y: float, text: str, kind: str = "", more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{kind}"{more}>{escape(text)}</text>'
 
 
+def _below(x: float, y: float, number: str) -> str:
+    """A number on the x axis; at the right edge it ends there."""
+    half = 3.4 * len(number)
+    return _text(WIDTH - 1, y, number, "end") if x + half > WIDTH else _text(x, y, number, "mid")
+
+
 def _title(text: str) -> str:
     return f"<title>{escape(text)}</title>"
 
@@ -96,9 +102,10 @@ def _axes(xs: _Scale | None, ys: _Scale, x: str, y: str, marks: Sequence[float])
     if xs is not None:
         for value in ticks(xs.low, xs.high):
             if value <= xs.high * (1 + 1e-9):
-                parts.append(_text(xs(value), bottom + 14, short(value), "mid"))
+                parts.append(_below(xs(value), bottom + 14, short(value)))
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>')
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x, "mid name"))
+    if x:
+        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x, "mid name"))
     middle = (TOP + bottom) / 2
     turn = f' transform="rotate(-90 10 {middle:g})"'
     return [*parts, _text(10, middle, y, "mid name", turn)]
@@ -222,7 +229,7 @@ def _draw_shares(plot: Shares) -> str:
                 body.append(_cell(xs(begun), xs(begun + share), y, part, words))
             begun += share
     for value in (0, 0.25, 0.5, 0.75, 1):
-        body.append(_text(xs(value), height - 6, f"{100 * value:g}%", "mid"))
+        body.append(_below(xs(value), height - 6, f"{100 * value:g}%"))
     return _svg(plot, height, body)
 
 
@@ -245,7 +252,7 @@ def _draw_timeline(plot: Timeline) -> str:
             at += part_s
     for value in ticks(start, end, 5):
         if start <= value <= end:
-            body.append(_text(xs(value), height - 20, short(value), "mid"))
+            body.append(_below(xs(value), height - 20, short(value)))
     body.append(_text((left + WIDTH - RIGHT) / 2, height - 5, "s of training", "mid name"))
     return _svg(plot, height, body)
 
