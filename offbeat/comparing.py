@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.api import Result, name_of, train_config
+from offbeat.checkpoint import prune_checkpoints
 from offbeat.config import TrainConfig
 from offbeat.engines.books import Books
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
@@ -175,6 +176,7 @@ class _Comparing:
         config = self.configs[cell]
         try:
             result = train_config(config, self.recipe, display=overview.display)
+            prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
         except OffbeatError as error:
             self.failed[cell.name] = str(error)
             _leave_word(config, error)

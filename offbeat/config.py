@@ -174,6 +174,11 @@ class TrainConfig:
         whole,
         "score a checkpoint every so many updates; 0: at the end only; default: about every epoch",
     )
+    eval_skipped: bool = _option(
+        False,
+        yes_or_no,
+        "when training is over, score also those of the kept checkpoints that were skipped",
+    )
     checkpoint_every: int | None = _option(
         None,
         whole,

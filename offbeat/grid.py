@@ -26,7 +26,7 @@ NOT_FOR_A_GRID = ("discipline", "staleness", "backup_workers", "workers", "serve
 """Options of train that the axes stand in for."""
 INJECTED = ("slow_worker", "kill_worker")
 ENOUGH = 1_000_000
-"""Workers, for any number of backups."""
+"""Workers for any number of backups, or checkpoints."""
 OF_NO_MATTER = ("quiet", "data_dir")
 """Options that may be others when a comparison goes on."""
 
@@ -68,6 +68,11 @@ class Grid:
     options: Mapping[str, Any] = field(default_factory=dict)
     """train's other ones, as they were given."""
 
+    @property
+    def keep(self) -> int:
+        """How many checkpoints of a run are kept for good."""
+        return int(self.options.get("keep", 1))
+
     def cells(self) -> list[Cell]:
         first = int(self.options.get("seed", 0))
         return [
@@ -80,7 +85,10 @@ class Grid:
 
     def config(self, cell: Cell, out: Path) -> TrainConfig:
         """The configuration of a cell; a ConfigError where there can be no such run."""
-        options = {**self.options, **dataclasses.asdict(cell), "recipe": self.recipe}
+        options = {"eval_skipped": True, **self.options, "recipe": self.recipe}
+        options |= dataclasses.asdict(cell)
+        if options["eval_skipped"]:
+            options["keep"] = ENOUGH  # until they are scored
         if cell.discipline.partition(":")[0] != "sync":
             options = {k: v for k, v in options.items() if k not in DISCIPLINE_OPTIONS}
         for name in INJECTED:

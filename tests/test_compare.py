@@ -66,6 +66,23 @@ def test_with_the_same_seed_weights_and_data_are_the_same(tmp_path: Path) -> Non
     assert weights[0] and weights[0] == weights[1] != weights[2]
 
 
+def test_every_checkpoint_of_a_cell_is_scored_and_one_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    options = {**SMALL, "disciplines": ["sync"], "workers": [1], "seeds": 1, "steps": 60}
+    offbeat.compare(toy_recipe(), out=out, **options, eval_every=10)
+    run = out / "sync-1w-1s/seed-0"
+    scored = [e["version"] for e in read_events(run / "events") if e["kind"] == "score"]
+    committed = [
+        e["version"] for e in read_events(run / "events") if e.get("phase") == "checkpoint"
+    ]
+    assert sorted(scored) == sorted(committed)[1:], "also those that were skipped"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["00000060"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["test_accuracy"] == next(
+        e["metric"] for e in read_events(run / "events") if e.get("version") == 60 and "metric" in e
+    )
+
+
 def test_a_cell_that_fails_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

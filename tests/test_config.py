@@ -45,6 +45,7 @@ def test_the_flags_are_frozen() -> None:
         "run_dir",
         "data_dir",
         "eval_every",
+        "eval_skipped",
         "checkpoint_every",
         "keep",
         "tensorboard",

@@ -471,3 +471,19 @@ def test_a_server_never_shows_the_token(tmp_path: Path, capsys: pytest.CaptureFi
     shown = "".join(capsys.readouterr())
     assert TOKEN.decode() not in shown
     assert f"chmod 600 {file}" in shown and "no master came" in shown
+
+
+def test_an_evaluator_goes_back_to_what_it_skipped_if_told_to(tmp_path: Path) -> None:
+    scored: list[int] = []
+    for eval_skipped, expected in ((False, [30]), (True, [30, 10, 20])):
+        job, folder = toy_job(eval_skipped=eval_skipped), RunFolder(tmp_path)
+        for version in (0, 10, 20, 30):
+            (folder.checkpoints / f"{version:08}").mkdir(parents=True, exist_ok=True)
+        folder.write_state("finished", "00000030")
+        evaluator = Evaluator(
+            job, job.make_model().module, folder, log=logging.Logger("x"), stop=threading.Event()
+        )
+        scored.clear()
+        evaluator._score = lambda path: scored.append(int(path.name))  # type: ignore[method-assign]
+        evaluator.run()
+        assert [v for i, v in enumerate(scored) if v not in scored[:i]] == expected

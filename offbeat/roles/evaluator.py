@@ -1,7 +1,8 @@
 """The evaluator: scores the newest checkpoint on the test data, never trains, never blocks anybody.
 
 It watches the run's folder like any outsider. When training is quicker than scoring it skips to the
-newest; the last one, which the master names in state.json, it always scores.
+newest; the last one, which the master names in state.json, it always scores. With --eval-skipped it
+then goes back to those that it skipped, as far as they were kept.
 """
 
 import logging
@@ -58,22 +59,21 @@ class Evaluator:
         self._stop = stop
         self._scored = scored
         self._every = job.config.eval_every if every is None else every
-        self._scored_path: Path | None = None
+        self._seen: set[Path] = set()
+        """The checkpoints that were looked at."""
 
     def run(self) -> None:
         torch.set_num_threads(1)
         while not self._stop.is_set():
             idle = self.gives_up and not self._folder.is_locked()
             last = self._last_name()  # before the look at the folder: what it names is there
-            newest = next(reversed(list_checkpoints(self._folder.checkpoints)), None)
-            if (
-                newest is not None
-                and newest != self._scored_path
-                and (last or self._is_due(newest))
-            ):
+            kept = list_checkpoints(self._folder.checkpoints)
+            newest = next(reversed(kept), None)
+            if newest is not None and newest not in self._seen and (last or self._is_due(newest)):
                 self._score(newest)
-                self._scored_path = newest
             if last is not None or idle:
+                if self.job.config.eval_skipped:
+                    self._score_skipped(kept)
                 return
             self._stop.wait(POLL_S)
 
@@ -90,7 +90,15 @@ class Evaluator:
         before = self.latest[0] if self.latest else 0
         return bool(every) and version // (every or 1) > before // (every or 1)
 
+    def _score_skipped(self, kept: list[Path]) -> None:
+        latest = self.latest
+        for path in kept:
+            if path not in self._seen and int(path.name) and not self._stop.is_set():
+                self._score(path)
+        self.latest = latest  # what a person is shown is the last one's
+
     def _score(self, path: Path) -> None:
+        self._seen.add(path)
         try:
             checkpoint = load_checkpoint(path)
         except CheckpointError as error:  # pruned while we looked the other way
