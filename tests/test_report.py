@@ -118,6 +118,34 @@ def test_waiting_is_what_a_server_held_back(tmp_path: Path) -> None:
     assert worker.waited_s(3) == pytest.approx(0.075)
 
 
+def test_a_rate_is_that_of_the_time_in_which_all_were_at_work(tmp_path: Path) -> None:
+    """Worker 1 does its half alone, after the others; 100 a second before, 10 from then on."""
+    write_run(tmp_path / "r", workers=2, gradients=10)
+    steps = [(0, 0.02 * i, 0.02) for i in range(100)] + [(1, 0.2 * i, 0.2) for i in range(50)]
+    for rank in (0, 1):
+        lines = [
+            {
+                "kind": "step",
+                "worker": worker,
+                "step": number,
+                "loss": 1.0,
+                "examples": 1,
+                "outcome": "applied",
+                "start_s": start_s,
+                "compute_s": compute_s,
+                "prepare_s": 0.0,
+                "exchange_s": 0.0,
+            }
+            for number, (worker, start_s, compute_s) in enumerate(steps, start=1)
+            if worker == rank
+        ]
+        path = tmp_path / "r" / "events" / f"worker-{rank}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = read_run(tmp_path / "r")
+    assert record.full_rate() == pytest.approx((100 + 10) / 2)
+    assert record.gradients / record.train_time_s == pytest.approx(150 / 10)
+
+
 # -- many runs -------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,8 @@ class Run:
     reason: str | None
     curve: Curve
     gradients: int
-    gradients_per_s: float
+    gradients_per_s: float | None
+    """While all workers were at work."""
     train_time_s: float
     staleness: dict[int, Counter[int]]
     shares: dict[int, tuple[float, ...]]
@@ -88,7 +89,7 @@ def shortened(record: Record) -> Run:
         reason=record.reason,
         curve=tuple(record.curve()),
         gradients=record.gradients,
-        gradients_per_s=record.gradients / time_s if time_s else math.nan,
+        gradients_per_s=record.full_rate(),
         train_time_s=time_s,
         staleness={rank: record.workers[rank].staleness for rank in record.ranks},
         shares={rank: shares_of(record.workers[rank]) for rank in record.ranks},
@@ -216,13 +217,12 @@ class Grid:
         if alone is None:
             return None
         rates = {run.config["seed"]: run.gradients_per_s for run in alone.runs}
-        return cell.sample(
-            lambda run: (
-                run.gradients_per_s / rates[run.config["seed"]]
-                if run.config["seed"] in rates
-                else None
-            )
-        )
+
+        def over_one(run: Run) -> float | None:
+            one = rates.get(run.config["seed"])
+            return run.gradients_per_s / one if run.gradients_per_s and one else None
+
+        return cell.sample(over_one)
 
 
 def sort_into_grid(runs: Sequence[Run], target: float | None) -> Grid:
@@ -334,6 +334,10 @@ def _lead(grid: Grid) -> str:
         f"{counted(len(grid.runs), 'run')}: {', '.join(grid.variants) or 'no discipline'} in "
         f"{counted(len(grid.settings), 'setting')}, {counted(len(seeds), 'seed')}."
     )
+    for name in INJECTED:
+        (value, *others) = {run.config.get(name) for run in grid.runs}
+        if value and not others:
+            text += f" All with --{name.replace('_', '-')} {value}."
     unfinished = [run for run in grid.runs if not run.finished]
     if unfinished:
         text += (
@@ -431,8 +435,10 @@ def _results(grid: Grid) -> Section:
         stale = staleness_summary(sum(cell.staleness.values(), Counter()))
         rows.append((*row, *(short(stale[key]) for key in ("mean", "p95", "max"))))
     text = (
-        "Means over the seeds, with the lowest and the highest in brackets. The speed-up is that "
-        "of gradients/s over one worker with the same seed."
+        "Means over the seeds, with the lowest and the highest in brackets. Gradients/s: while all "
+        "workers were at work, so that a straggler which works on alone in the end does not count "
+        "for every discipline alike. The speed-up is that of gradients/s over one worker with the "
+        "same seed."
     )
     return Section("All of them", text, (Table(tuple(header), tuple(rows)),))
 
@@ -517,7 +523,8 @@ def _rates(grid: Grid) -> Section:
     plots += _speed_ups(grid)
     return Section(
         "Speed",
-        "Gradients per second of training, with the lowest and the highest of the seeds.",
+        "Gradients per second while all workers were at work, with the lowest and the highest of "
+        "the seeds.",
         plots=tuple(plots),
     )
 

@@ -215,6 +215,17 @@ class Record:
     def train_time_s(self) -> float:
         return max(0.0, self.last_s - self.first_s)
 
+    def full_rate(self) -> float | None:
+        """Gradients per second while all workers were at work: how quick a straggler lets the
+        others be. When these have done their share it works on alone."""
+        workers = [self.workers[rank] for rank in self.ranks]
+        start_s = max((w.start_s[0] for w in workers), default=0.0)
+        end_s = min((w.end_s(-1) for w in workers), default=0.0)
+        within = sum(start_s < w.end_s(i) <= end_s for w in workers for i in range(w.gradients))
+        if len(workers) < 2 or not within:  # nobody to wait for, or never all together
+            return self.gradients / self.train_time_s if self.train_time_s else None
+        return within / (end_s - start_s)
+
     def lost_updates(self) -> int:
         """What servers had taken in and lost when they died: told by the versions that workers had
         seen, and by the gradients that they had been told were in, whichever is more."""
