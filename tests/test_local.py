@@ -176,6 +176,7 @@ def test_resuming_what_is_no_run_or_is_under_way_is_one_line(start: Start, tmp_p
     assert run.wait() == 130
 
 
+@pytest.mark.slow
 def test_when_the_launcher_is_killed_everybody_leaves_and_a_checkpoint_is_kept(
     start: Start,
 ) -> None:
@@ -230,10 +231,8 @@ def test_a_killed_master_is_replaced_and_the_books_are_kept(start: Start) -> Non
     assert_every_gradient_counted_once(run, 2, 4000)
 
 
-@pytest.mark.parametrize(
-    "discipline",
-    ["sync", *(pytest.param(d, marks=pytest.mark.slow) for d in DISCIPLINES if d != "sync")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_a_killed_server_gets_its_shard_back_and_the_loss_is_reported(
     start: Start, discipline: str
 ) -> None:

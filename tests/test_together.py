@@ -21,7 +21,6 @@ NOISE = 0.03
 """In test accuracy. Seeds differ by 0.01; so early on, a staleness of 4 is behind by 0.02."""
 
 CELLS = list(itertools.product(DISCIPLINES, (1, 2, 3), (1, 2, 4)))
-REPRESENTATIVE = [("lock-free", 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +41,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> float:
     return result.test_accuracy
 
 
-@pytest.mark.parametrize(
-    ("discipline", "servers", "workers"),
-    [
-        pytest.param(*cell, marks=() if cell in REPRESENTATIVE else pytest.mark.slow)
-        for cell in CELLS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("discipline", "servers", "workers"), CELLS)
 def test_every_combination_learns_as_well_as_one_process(
     run_dir: Path, one_process: float, discipline: str, servers: int, workers: int
 ) -> None:

@@ -53,10 +53,8 @@ def test_towers_train_under_every_discipline(discipline: str, tmp_path: Path) ->
     assert result.summary["gradients"] == 2 * 15 * 12, "an example is used once per epoch"
 
 
-@pytest.mark.parametrize(
-    "discipline",
-    [d if d == "lock-free" else pytest.param(d, marks=pytest.mark.slow) for d in DISCIPLINES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_towers_train_in_processes(discipline: str, tmp_path: Path) -> None:
     result = offbeat.train(
         "fashion-cnn",
