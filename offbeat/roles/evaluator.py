@@ -66,23 +66,26 @@ class Evaluator:
         torch.set_num_threads(1)
         while not self._stop.is_set():
             idle = self.gives_up and not self._folder.is_locked()
-            last = self._last_name()  # before the look at the folder: what it names is there
+            outcome = self._outcome()  # before the look at the folder: the last one is there then
             kept = list_checkpoints(self._folder.checkpoints)
             newest = next(reversed(kept), None)
-            if newest is not None and newest not in self._seen and (last or self._is_due(newest)):
+            if (
+                newest is not None
+                and newest not in self._seen
+                and (outcome or self._is_due(newest))
+            ):
                 self._score(newest)
-            if last is not None or idle:
-                if self.job.config.eval_skipped:
-                    self._score_skipped(kept)
+            if outcome == "finished" and self.job.config.eval_skipped:
+                self._score_skipped(kept)
+            if outcome is not None or idle:
                 return
             self._stop.wait(POLL_S)
 
-    def _last_name(self) -> str | None:
-        """The run's last checkpoint, once there will be no other."""
+    def _outcome(self) -> str | None:
+        """What the run came to, once there will be no other checkpoint."""
         if not self._folder.state.exists():
             return None
-        name: str | None = self._folder.read_json(self._folder.state)["last_checkpoint"]
-        return name
+        return str(self._folder.read_json(self._folder.state)["outcome"])
 
     def _is_due(self, path: Path) -> bool:
         """Whether a multiple of `eval_every` was passed since the last score."""
