@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +17,7 @@ from offbeat.cli import main
 from offbeat.errors import RunDirError
 from offbeat.report.document import Line, LinePlot, Table, short
 from offbeat.report.many_runs import describe_runs, mean_curve, shortened, sort_into_grid
-from offbeat.report.one_run import describe_run
+from offbeat.report.one_run import describe_run, histogram
 from offbeat.report.record import read_run
 from offbeat.report.statistics import Sample, best_of, differ, two_sided
 from offbeat.report.svg import ticks
@@ -314,6 +315,17 @@ def test_a_plots_table_has_every_point() -> None:
     )
     apart = LinePlot("t", "x", "y", tuple(Line(n, 0, ((i, 1.0),)) for i, n in enumerate("abc")))
     assert apart.table().rows == (("a", "0", "1"), ("b", "1", "1"), ("c", "2", "1"))
+
+
+def test_what_is_far_out_shares_the_last_bin_of_a_histogram() -> None:
+    near = Counter({0: 10, 1: 500, 2: 480, 3: 5})
+    plot = histogram("t", {0: near, 1: Counter({1: 4, 300: 1})})
+    assert plot.bins == ("0", "1", "2", "3", "4", "5", "6", "7", "8+")
+    assert plot.shares[1] == (0.5, 0.004) and plot.shares[-1] == (0, 0.001)
+    assert sum(share for row in plot.shares for share in row) == pytest.approx(1)
+    assert histogram("t", {0: Counter({0: 7})}).bins == ("0",)
+    wide = histogram("t", {0: Counter(range(200))})
+    assert len(wide.bins) <= 24 and wide.bins[0] == "0-8" and "+" not in wide.bins[-1]
 
 
 def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:

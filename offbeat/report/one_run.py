@@ -163,20 +163,28 @@ def _staleness(record: Record) -> Section | None:
 
 
 def histogram(title: str, by_worker: dict[int, Counter[int]]) -> Histogram:
-    """Shares of all gradients, one layer for each worker."""
-    total = sum(counts.total() for counts in by_worker.values()) or 1
-    most = max((value for counts in by_worker.values() for value in counts), default=0)
-    width = math.ceil((most + 1) / MOST_HISTOGRAM_BINS)
-    starts = range(0, most + 1, width)
+    """Shares of all gradients, one layer for each worker. A few that are far out, as a worker's
+    first step can be, share the last bin."""
+    pooled = sum(by_worker.values(), Counter[int]())
+    total = pooled.total() or 1
+    most = max(pooled, default=0)
+    shown = min(most, 2 * int(staleness_summary(pooled)["p99"] or 0) + 4)
+    width = math.ceil((shown + 1) / MOST_HISTOGRAM_BINS)
+    starts = range(0, shown + 1, width)
+    names = [str(s) if width == 1 else f"{s}-{s + width - 1}" for s in starts]
+    if most >= starts[-1] + width:
+        names[-1] = f"{starts[-1]}+"
+
+    def share(counts: Counter[int], start: int) -> float:
+        end = math.inf if start == starts[-1] else start + width
+        return sum(n for value, n in counts.items() if start <= value < end) / total
+
     return Histogram(
         title,
         "staleness",
-        tuple(str(s) if width == 1 else f"{s}-{s + width - 1}" for s in starts),
+        tuple(names),
         tuple(f"worker {rank}" for rank in by_worker),
-        tuple(
-            tuple(sum(c[v] for v in range(s, s + width)) / total for c in by_worker.values())
-            for s in starts
-        ),
+        tuple(tuple(share(counts, s) for counts in by_worker.values()) for s in starts),
     )
 
 

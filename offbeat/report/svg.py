@@ -195,7 +195,8 @@ def _draw_histogram(plot: Histogram) -> str:
     ys = _Scale(0, marks[-1], HEIGHT - BOTTOM, TOP)
     body = _axes(None, ys, plot.x, "share of gradients", marks)
     room = (WIDTH - LEFT - RIGHT) / max(1, len(plot.bins))
-    every = max(1, math.ceil(len(plot.bins) * 26 / (WIDTH - LEFT - RIGHT)))
+    widest = 10 + 6.4 * max(map(len, plot.bins), default=0)
+    every = max(1, math.ceil(len(plot.bins) * widest / (WIDTH - LEFT - RIGHT)))
     width = min(40.0, room * 0.82)
     for index, (name, shares) in enumerate(zip(plot.bins, plot.shares, strict=True)):
         middle = LEFT + room * (index + 0.5)
