@@ -34,6 +34,8 @@ SMALL: dict[str, Any] = {
     "quiet": True,
 }
 
+FLAGS = ["--disciplines", "sync,lock-free", "--seeds", "1", "--steps", "3", "--engine", "inproc"]
+
 
 def test_every_cell_is_run_and_reported(tmp_path: Path) -> None:
     done = offbeat.compare(toy_recipe(), out=tmp_path / "c", **SMALL)
@@ -95,17 +97,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(
 
     monkeypatch.setattr(comparing, "train_config", fail_sometimes)
     out = tmp_path / "c"
-    flags = [
-        "--disciplines",
-        "sync,lock-free",
-        "--seeds",
-        "1",
-        "--steps",
-        "3",
-        "--engine",
-        "inproc",
-    ]
-    command = ["compare", "--recipe", "toy:recipe", *flags, "--out", str(out)]
+    command = ["compare", "--recipe", "toy:recipe", *FLAGS, "--out", str(out)]
     assert main(command) == 1
     shown = capsys.readouterr()
     assert "lock-free-2w-1s/seed-0 failed: the loss became nan" in shown.err
@@ -134,17 +126,7 @@ def test_a_comparison_goes_on_where_it_was_interrupted(
 
     monkeypatch.setattr(comparing, "train_config", interrupt_third)
     out = tmp_path / "c"
-    flags = [
-        "--disciplines",
-        "sync,lock-free",
-        "--seeds",
-        "1",
-        "--steps",
-        "3",
-        "--engine",
-        "inproc",
-    ]
-    assert main(["compare", "--recipe", "toy:recipe", *flags, "--out", str(out)]) == 130
+    assert main(["compare", "--recipe", "toy:recipe", *FLAGS, "--out", str(out)]) == 130
     assert f"offbeat compare --resume --out {out}" in capsys.readouterr().err
     end = out / "sync-2w-1s/seed-0/events/engine.jsonl"
     end.write_text(end.read_text().replace("finished", "interrupted"))
