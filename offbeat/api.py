@@ -105,7 +105,10 @@ def evaluate(
     folder = RunFolder(Path(run_dir))
     config, described = folder.read_config()
     config = dataclasses.replace(
-        config, data_dir=data_dir or config.data_dir, device=device or config.device
+        config,
+        data_dir=data_dir or config.data_dir,
+        device=device or config.device,
+        eval_skipped=False,
     )
     recipe = recipe or load_recipe(config.recipe)
     job = rejoin_job(config, recipe, Facts(**described["job"]), {})
@@ -150,18 +153,25 @@ def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
     Raises an OffbeatError: a UsageError when nothing was begun, a RunError when a run failed, after
     what could be kept has been kept.
     """
-    _refuse_recursion()
+    refuse_recursion()
+    name, options = named(recipe, options)
+    made = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    return train_config(make_config({"recipe": name}, options), made)
+
+
+def named(recipe: str | Recipe, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What a run calls its recipe, and its options: one that has no name is trained here."""
     if isinstance(recipe, str):
-        return train_config(make_config({"recipe": recipe}, options), load_recipe(recipe))
-    name = name_of(recipe)
-    if name is None:
-        if options.get("engine") == "local":
-            raise RecipeError(
-                "other processes cannot find this recipe: assign it to a name at the top level of "
-                "a module or script, or use engine='inproc'"
-            )
-        options = {**options, "engine": "inproc"}
-    return train_config(make_config({"recipe": name or "custom"}, options), recipe)
+        return recipe, dict(options)
+    name = _name_of(recipe)
+    if name is not None:
+        return name, dict(options)
+    if options.get("engine") == "local":
+        raise RecipeError(
+            "other processes cannot find this recipe: assign it to a name at the top level of "
+            "a module or script, or use engine='inproc'"
+        )
+    return "custom", {**options, "engine": "inproc"}
 
 
 def resume(run_dir: str | Path, recipe: Recipe | None = None, **options: Any) -> Result:
@@ -291,12 +301,12 @@ def _check(config: TrainConfig, reach: Reach | None) -> None:
         )
 
 
-def _refuse_recursion() -> None:
+def refuse_recursion() -> None:
     """A role imports the recipe's file; a train() at the top level of it would start the run again,
     and again."""
     if Control.in_a_role:
         raise RecipeError(
-            "train() is called while the recipe's file is imported by a role; put the call under "
+            "the recipe's file trains when it is imported, as every role does; put the call under "
             "if __name__ == '__main__':"
         )
 
@@ -312,7 +322,7 @@ def _title(job: Job, folder: RunFolder) -> str:
     )
 
 
-def name_of(recipe: Recipe) -> str | None:
+def _name_of(recipe: Recipe) -> str | None:
     """Where --recipe would find this one, from any process; None: nowhere."""
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train takes a Recipe or the name of one, not a {type(recipe).__name__}")

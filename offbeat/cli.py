@@ -20,6 +20,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import signal
 import stat
 import sys
@@ -563,7 +564,8 @@ def _compare(known: argparse.Namespace) -> int:
     say(f"wrote {done.report}")
     if done.interrupted:
         print(
-            f"offbeat: interrupted; go on with: offbeat compare --resume --out {done.out}",
+            f"offbeat: interrupted; go on with: offbeat compare --resume --out "
+            f"{shlex.quote(str(done.out))}",
             file=sys.stderr,
         )
         return INTERRUPTED
@@ -571,11 +573,12 @@ def _compare(known: argparse.Namespace) -> int:
 
 
 def _report(known: argparse.Namespace) -> int:
+    from offbeat.progress import say
     from offbeat.report.write import write_report
 
     out = Path(known.out) if known.out else None
     for path in write_report([Path(run) for run in known.runs], out, target=known.target):
-        print(f"wrote {path}")
+        say(f"wrote {path}")
     return 0
 
 

@@ -17,26 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.api import Result, name_of, train_config
+from offbeat.api import Result, named, refuse_recursion, train_config
 from offbeat.checkpoint import prune_checkpoints
 from offbeat.config import TrainConfig
 from offbeat.engines.books import Books
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
-from offbeat.grid import (
-    DISCIPLINES,
-    SEEDS,
-    SERVERS,
-    WORKERS,
-    Cell,
-    Grid,
-    check_grid,
-    grid_file,
-    merge,
-)
+from offbeat.grid import Cell, Grid, check_grid, grid_file, make_grid
 from offbeat.progress import Overview, make_overview, minutes
 from offbeat.recipes.base import Recipe, load_recipe
 from offbeat.report.summary import summarise
 from offbeat.report.write import write_report
+from offbeat.roles.evaluator import metric_name
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
 
 
@@ -56,10 +47,10 @@ class Comparison:
 def compare(
     recipe: str | Recipe = "fashion-cnn",
     *,
-    disciplines: Sequence[str] = DISCIPLINES,
-    workers: Sequence[int] = WORKERS,
-    servers: Sequence[int] = SERVERS,
-    seeds: int = SEEDS,
+    disciplines: Sequence[str] | None = None,
+    workers: Sequence[int] | None = None,
+    servers: Sequence[int] | None = None,
+    seeds: int | None = None,
     out: str | Path | None = None,
     target: float | None = None,
     resume: bool = False,
@@ -67,22 +58,21 @@ def compare(
 ) -> Comparison:
     """Train `recipe` in every cell of the grid, and write OUT/report.html and OUT/report.md.
 
-    `seeds` is how many; `options` are train's other flags by name. `resume`: keep what has finished
-    in `out`. A cell that fails is told in the result, and does not stop the others.
+    `seeds` is how many; `options` are train's other flags by name; what is not given is as in the
+    command. `resume`: keep what has finished in `out`. A cell that fails is told in the result, and
+    does not stop the others.
     """
-    made: Recipe | None = None
-    name = recipe if isinstance(recipe, str) else None
-    if not isinstance(recipe, str):
-        made, name = recipe, name_of(recipe)
-        if name is None:
-            options = {"engine": "inproc", **options}
-    grid = Grid(
-        name or "custom", tuple(disciplines), tuple(workers), tuple(servers), seeds, options
+    refuse_recursion()
+    if resume and out is None:
+        raise ConfigError("resume goes on with a comparison: say in which folder it is (out)")
+    name, options = named(recipe, options)
+    axes = {"disciplines": disciplines, "workers": workers, "servers": servers, "seeds": seeds}
+    grid = make_grid(
+        {**options, "recipe": name},
+        {axis: value for axis, value in axes.items() if value is not None},
+        Path(out) if resume and out is not None else None,
     )
-    if resume:
-        if out is None:
-            raise ConfigError("resume goes on with a comparison: say in which folder it is (out)")
-        grid = merge(Grid.load(Path(out)), grid)
+    made = None if isinstance(recipe, str) else recipe
     return run_grid(grid, None if out is None else Path(out), target, made, resume=resume)
 
 
@@ -161,15 +151,20 @@ class _Comparing:
         """A cell that finished is kept; what is left of one that did not makes place for another
         try, since a run that was broken off would say nothing about time."""
         folder = self.out / cell.name
-        if not (folder / "config.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
             return
-        summary = summarise(folder)
+        try:
+            summary = summarise(folder)
+        except RunDirError:  # there is not even a description
+            summary = {"status": "broken off"}
         if summary["status"] == "finished":
             self.summaries[cell.name] = summary
             self.took_s[cell] = summary["total_time_s"]
+        elif folder.is_symlink():
+            folder.unlink()
         else:
-            shutil.rmtree(folder)
+            with RunFolder(folder).locked():  # nobody who is left of it writes into it
+                shutil.rmtree(folder)
 
     def _train(self, cell: Cell, overview: Overview) -> str:
         began_s = time.monotonic()
@@ -179,8 +174,11 @@ class _Comparing:
             prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
         except OffbeatError as error:
             self.failed[cell.name] = str(error)
-            _leave_word(config, error)
+            _leave_word(config, self.recipe, error)
             return f"{cell.words}: failed: {error}"
+        except KeyboardInterrupt:  # before the run had begun, or for the second time
+            self.interrupted = True
+            return f"{cell.words}: interrupted"
         self.took_s[cell] = time.monotonic() - began_s
         if result.interrupted:
             self.interrupted = True
@@ -216,15 +214,14 @@ def _by_reason(left_out: Mapping[Cell, str]) -> dict[str, list[str]]:
     return reasons
 
 
-def _leave_word(config: TrainConfig, error: OffbeatError) -> None:
+def _leave_word(config: TrainConfig, recipe: Recipe, error: OffbeatError) -> None:
     """A run that did not even begin has no folder; the report is to know of it all the same."""
-    assert config.run_dir is not None
-    path = Path(config.run_dir)
+    path = Path(config.run_dir or "")
     if (path / "events").is_dir() and any((path / "events").iterdir()):
         return
     shutil.rmtree(path, ignore_errors=True)
     folder = create_run_folder(config)
-    folder.write_json(folder.config, describe_run(config, metric="accuracy"))
+    folder.write_json(folder.config, describe_run(config, metric=metric_name(recipe)))
     Books(folder, lambda: 0.0).close("failed", [error])
 
 

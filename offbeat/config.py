@@ -280,7 +280,7 @@ def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            merged[key] = _convert(key, value)
+            merged[key] = convert(key, value)
     return TrainConfig(**merged).validated()
 
 
@@ -320,7 +320,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _convert(key: str, value: Any) -> Any:
+def convert(key: str, value: Any) -> Any:
+    """An option's value, out of a flag's text or a file's value."""
     known = options()
     if key not in known:
         raise ConfigError(f"unknown option {key!r}; {nearest(key, known)}")
@@ -376,13 +377,13 @@ def _resolve_discipline(config: TrainConfig) -> TrainConfig:
         )
     staleness, backup_workers = config.staleness, config.backup_workers
     if colon and name == "sync":
-        backup_workers = _convert("backup_workers", short)
+        backup_workers = convert("backup_workers", short)
         if config.backup_workers not in (0, backup_workers):
             raise ConfigError(
                 f"{config.discipline} contradicts backup_workers {config.backup_workers}"
             )
     elif colon:
-        staleness = _convert("staleness", short)
+        staleness = convert("staleness", short)
         if config.staleness not in (None, staleness):
             raise ConfigError(f"{config.discipline} contradicts staleness {config.staleness:g}")
     if staleness is not None and name != "bounded":

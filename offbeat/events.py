@@ -95,14 +95,21 @@ def free_path(folder: Path, name: str) -> Path:
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every event in a run's events folder, file by file. A last line that was cut off is left out;
-    another one that is no event, as a crash of the machine may leave, is of kind `unreadable`."""
-    for path in sorted(folder.glob("*.jsonl")):
+    """Every event in a run's events folder, file by file, a role's in the order of time. A last
+    line that was cut off is left out; another one that is no event, as a crash of the machine may
+    leave, is of kind `unreadable`."""
+    for path in sorted(folder.glob("*.jsonl"), key=_in_time):
         with path.open(encoding="utf-8", errors="replace") as file:
             while lines := list(itertools.islice(file, READ_AT_ONCE)):
                 if not lines[-1].endswith("\n"):
                     lines.pop()
                 yield from _parsed(lines)
+
+
+def _in_time(path: Path) -> tuple[str, int]:
+    """NAME.jsonl, then what came after it: NAME.1.jsonl, NAME.2.jsonl, ..."""
+    name, _, number = path.name.removesuffix(".jsonl").partition(".")
+    return name, int(number) if number.isdecimal() else 0
 
 
 def _parsed(lines: list[str]) -> list[dict[str, Any]]:

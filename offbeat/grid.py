@@ -8,13 +8,14 @@ Used by comparing.py and by the command line, which tells what is wrong before t
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offbeat.config import DISCIPLINE_OPTIONS, TrainConfig, make_config
+from offbeat.config import DISCIPLINE_OPTIONS, TrainConfig, convert, make_config, options
 from offbeat.errors import ConfigError, RunDirError
 
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:1")
@@ -85,16 +86,16 @@ class Grid:
 
     def config(self, cell: Cell, out: Path) -> TrainConfig:
         """The configuration of a cell; a ConfigError where there can be no such run."""
-        options = {"eval_skipped": True, **self.options, "recipe": self.recipe}
-        options |= dataclasses.asdict(cell)
-        if options["eval_skipped"]:
-            options["keep"] = ENOUGH  # until they are scored
+        told = {"eval_skipped": True, **self.options, "recipe": self.recipe}
+        told |= dataclasses.asdict(cell)
+        if told["eval_skipped"]:
+            told["keep"] = ENOUGH  # until they are scored
         if cell.discipline.partition(":")[0] != "sync":
-            options = {k: v for k, v in options.items() if k not in DISCIPLINE_OPTIONS}
+            told = {k: v for k, v in told.items() if k not in DISCIPLINE_OPTIONS}
         for name in INJECTED:
-            if options.get(name):
-                options[name] = _of_these(options[name], cell.workers)
-        return make_config(options, {"run_dir": str(out / cell.name)})
+            if told.get(name):
+                told[name] = _of_these(told[name], cell.workers)
+        return make_config(told, {"run_dir": str(out / cell.name)})
 
     @classmethod
     def load(cls, out: Path) -> "Grid":
@@ -125,18 +126,20 @@ def _of_these(value: str, num_workers: int) -> str | None:
 
 
 def make_grid(
-    options: Mapping[str, Any], axes: Mapping[str, Any], resumed: Path | None = None
+    given_options: Mapping[str, Any], axes: Mapping[str, Any], resumed: Path | None = None
 ) -> Grid:
     """A grid out of train's options and of the axes that are given; `resumed`: the folder of the
     comparison that goes on, which knows what is not said again."""
-    options = dict(options)
-    recipe = options.pop("recipe", None)
+    plain = {
+        k: str(v) if isinstance(v, Path) or v == math.inf else v for k, v in given_options.items()
+    }
+    recipe = plain.pop("recipe", None)
     given: dict[str, Any] = {name: v if name == "seeds" else tuple(v) for name, v in axes.items()}
     if resumed is None:
-        return Grid(recipe or TrainConfig().recipe, **given, options=options)
+        return Grid(recipe or TrainConfig().recipe, **given, options=plain)
     before = Grid.load(resumed)
     kept = {axis: getattr(before, axis) for axis in AXES}
-    return merge(before, Grid(recipe or before.recipe, **{**kept, **given}, options=options))
+    return merge(before, Grid(recipe or before.recipe, **{**kept, **given}, options=plain))
 
 
 def merge(before: Grid, given: Grid) -> Grid:
@@ -144,8 +147,8 @@ def merge(before: Grid, given: Grid) -> Grid:
     if given.recipe != before.recipe:
         raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
     for name, now in given.options.items():
-        was = before.options.get(name)
-        if str(was) != str(now) and name not in OF_NO_MATTER:
+        was = before.options.get(name, options()[name].default)
+        if convert(name, was) != convert(name, now) and name not in OF_NO_MATTER:
             raise ConfigError(
                 f"{name} was {was} when the comparison began, and is {now} now: what is compared "
                 f"must not differ in it"
@@ -154,9 +157,9 @@ def merge(before: Grid, given: Grid) -> Grid:
         axis: tuple(dict.fromkeys((*getattr(before, axis), *getattr(given, axis))))
         for axis in ("disciplines", "workers", "servers")
     }
-    options = {**before.options, **{k: v for k, v in given.options.items() if k in OF_NO_MATTER}}
+    changed = {k: v for k, v in given.options.items() if k in OF_NO_MATTER}
     seeds = max(before.seeds, given.seeds)
-    return dataclasses.replace(before, **axes, seeds=seeds, options=options)
+    return dataclasses.replace(before, **axes, seeds=seeds, options={**before.options, **changed})
 
 
 def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cell, str]]:
@@ -165,11 +168,19 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
     left_out: dict[Cell, str] = {}
     for name in grid.options:
         if name in NOT_FOR_A_GRID:
-            raise ConfigError(f"{name} is not for a comparison; see disciplines, workers, servers")
+            raise ConfigError(
+                f"{name} is not an option of a comparison, whose own are {', '.join(AXES)}"
+            )
     if grid.seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {grid.seeds}")
+    known: dict[tuple[Any, ...], str] = {}
     for discipline in grid.disciplines:
-        make_config({"discipline": discipline, "workers": ENOUGH})
+        config = make_config({"discipline": discipline, "workers": ENOUGH})
+        kind = (config.discipline, config.staleness, config.backup_workers)
+        if kind in known:
+            raise ConfigError(f"{known[kind]} and {discipline} are the same: name one of them")
+        known[kind] = discipline
+    make_config({k: v for k, v in grid.options.items() if k in ("seed", "keep")})
     injected = {name: grid.options.get(name) for name in (*INJECTED, "engine")}
     most = max(grid.workers, default=1)
     make_config({k: v for k, v in injected.items() if v is not None}, {"workers": most})

@@ -279,7 +279,7 @@ class _LineOverview(Overview):
         self._num_runs = num_runs
         self._number = 0
         self._say: Callable[[str], None] = (lambda line: None) if quiet else say
-        self._say(f"{title}: {num_runs} runs")
+        self._say(f"{title}: {num_runs} run{'s' * (num_runs > 1)}")
 
     def begin(self, number: int, words: str, left_s: float | None) -> None:
         self._number = number
@@ -316,7 +316,7 @@ class _BarOverview(Overview):
         self._left_s: float | None = None
         self._words = ""
         console = Console(highlight=False)
-        console.print(f"{title}: {num_runs} runs", markup=False)
+        console.print(f"{title}: {num_runs} run{'s' * (num_runs > 1)}", markup=False)
         columns = (BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, expand=True)
         self._task = self._progress.add_task("", total=num_runs)

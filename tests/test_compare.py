@@ -1,6 +1,7 @@
 """Comparisons: grids of runs, what they share, and what happens when some of them fail."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -20,7 +21,8 @@ from offbeat.api import Result
 from offbeat.cli import main
 from offbeat.comparing import expected_s
 from offbeat.config import make_config
-from offbeat.errors import ConfigError, NonFiniteLossError, RunDirError
+from offbeat.control import Control
+from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RunDirError
 from offbeat.events import read_events
 from offbeat.grid import Cell, Grid, check_grid, make_grid
 from offbeat.progress import Status, make_overview, minutes
@@ -205,7 +207,7 @@ def test_a_wrong_command_line_is_one_line(
 
 
 def test_an_option_that_the_grid_stands_in_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run_dir is not for a comparison"):
+    with pytest.raises(ConfigError, match="run_dir is not an option of a comparison"):
         offbeat.compare(toy_recipe(), out=tmp_path / "c", run_dir="x", **SMALL)
     with pytest.raises(ConfigError, match="say in which folder"):
         offbeat.compare(toy_recipe(), resume=True, **SMALL)
@@ -213,6 +215,69 @@ def test_an_option_that_the_grid_stands_in_for_is_refused(tmp_path: Path) -> Non
     file.touch()
     with pytest.raises(RunDirError, match="is a file"):
         offbeat.compare(toy_recipe(), out=file, **SMALL)
+
+
+def test_one_discipline_under_two_names_is_refused(tmp_path: Path) -> None:
+    for names in (("bounded", "bounded:1"), ("sync", "sync:0")):
+        with pytest.raises(ConfigError, match="are the same"):
+            check_grid(Grid("toy:recipe", names), tmp_path)
+
+
+@pytest.mark.parametrize("option", [{"seed": "x"}, {"keep": "x"}, {"keep": 0}])
+def test_what_is_wrong_is_told_before_anything_is_trained(
+    option: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError):
+        offbeat.compare("toy:recipe", out=tmp_path / "c", **{**SMALL, **option})
+    assert not (tmp_path / "c").exists()
+
+
+def test_python_goes_on_with_what_was_not_said_again(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    options: dict[str, Any] = {"data_dir": tmp_path, "round_timeout": math.inf, **SMALL}
+    offbeat.compare("toy:recipe", out=out, **{**options, "workers": [1], "seeds": 1})
+    done = offbeat.compare("toy:recipe", out=out, resume=True, steps="06", seed=0)
+    assert len(done.summaries) == 2, "no larger than it was"
+
+
+def test_a_file_that_compares_when_it_is_imported_does_not_start_itself_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Control, "in_a_role", True)
+    with pytest.raises(RecipeError, match="if __name__"):
+        offbeat.compare("toy:recipe", **SMALL)
+    monkeypatch.setattr(Control, "in_a_role", False)
+    with pytest.raises(RecipeError, match="cannot find this recipe"):
+        offbeat.compare(toy_recipe(), **{**SMALL, "engine": "local"})
+
+
+def test_remains_of_a_cell_make_place(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    offbeat.compare("toy:recipe", out=out, **{**SMALL, "seeds": 1})
+    (out / "sync-1w-1s/seed-0/config.json").write_text("{")
+    (out / "sync-2w-1s/seed-0").rename(tmp_path / "moved")
+    end = tmp_path / "moved/events/engine.jsonl"
+    end.write_text(end.read_text().replace("finished", "failed"))
+    (out / "sync-2w-1s/seed-0").symlink_to(tmp_path / "moved")
+    done = offbeat.compare("toy:recipe", out=out, resume=True)
+    assert len(done.summaries) == 4 and not done.failed
+    assert not (out / "sync-2w-1s/seed-0").is_symlink()
+
+
+def test_a_cell_that_could_not_begin_changes_no_other_figure(tmp_path: Path) -> None:
+    def data(config: Any) -> Any:
+        if config.workers == 1:
+            raise RuntimeError("not for one")
+        return toy_recipe().data(config)
+
+    def bits(model: torch.nn.Module, batch: Any) -> tuple[float, float]:
+        return float(torch.nn.functional.cross_entropy(model(batch[0]), batch[1])), 1.0
+
+    done = offbeat.compare(toy_recipe(data=data, metric=bits), out=tmp_path / "c", **SMALL)
+    assert len(done.failed) == 4 and len(done.summaries) == 4
+    text = done.report.with_suffix(".md").read_text()
+    assert "test bits" in text and "accuracy" not in text
+    assert "| 2 workers, 1 server | sync |" in text
 
 
 def test_a_broken_description_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from offbeat.report.many_runs import describe_runs, mean_curve, shortened, sort_
 from offbeat.report.one_run import describe_run, histogram
 from offbeat.report.record import read_run
 from offbeat.report.statistics import Sample, best_of, differ, two_sided
+from offbeat.report.summary import summarise
 from offbeat.report.svg import ticks
 from offbeat.report.write import write_report
 from offbeat.reportbench import write_run
@@ -61,7 +62,8 @@ def test_a_difference_is_named_only_where_the_spread_allows_it() -> None:
     assert differ(low, high)
     assert not differ(low, near)
     assert not differ(Sample((0.7,)), Sample((0.9,))), "one run shows no spread"
-    assert differ(Sample((1.0, 1.0)), Sample((2.0, 2.0)))
+    assert differ(Sample((1.0, 1.0, 1.0)), Sample((2.0, 2.0, 2.0)))
+    assert not differ(Sample((1.0, 1.0)), Sample((2.0, 2.0))), "equal by chance, as steps are"
     assert not differ(Sample((1.0, 1.0)), Sample((1.0, 1.0)))
     # t = 6.1 with 4 degrees of freedom: enough for one comparison, not for one of thirty
     one, other = Sample((0.80, 0.81, 0.82)), Sample((0.85, 0.86, 0.87))
@@ -104,6 +106,49 @@ def test_lines_that_are_no_events_are_counted_and_told(tmp_path: Path) -> None:
     record = read_run(tmp_path / "r")
     assert (record.gradients, record.unreadable) == (50, 3)
     assert "3 lines of the event files could not be read" in describe_run(record).lead
+
+
+def test_what_a_role_wrote_after_its_restart_comes_after_what_it_wrote_before(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path / "r", workers=1, gradients=130)
+    events = tmp_path / "r" / "events"
+    before = summarise(tmp_path / "r")
+    lines = (events / "worker-0.jsonl").read_text().splitlines(keepends=True)
+    parts = ["", *(f".{n}" for n in range(1, 13))]  # .10 sorts before .2
+    for number, part in enumerate(parts):
+        (events / f"worker-0{part}.jsonl").write_text(
+            "".join(lines[10 * number : 10 * number + 10])
+        )
+    assert summarise(tmp_path / "r") == before
+    assert list(read_run(tmp_path / "r").workers[0].steps) == list(range(1, 131))
+
+
+def test_a_run_that_was_resumed_and_goes_on_is_not_finished(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", gradients=20)
+    end = json.loads((tmp_path / "r/events/engine.jsonl").read_text())
+    start = {"kind": "run", "phase": "start", "at_s": end["at_s"] + 5}
+    (tmp_path / "r/events/engine.1.jsonl").write_text(json.dumps(start) + "\n")
+    assert read_run(tmp_path / "r").status == "unfinished"
+
+
+def test_a_version_whose_push_was_lost_stands_at_its_checkpoint(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", workers=1, gradients=100, step_s=0.1)
+    whole = read_run(tmp_path / "r").curve()
+    pushes = tmp_path / "r/events/ps-0.jsonl"
+    kept = [
+        line for line in pushes.read_text().splitlines(True) if json.loads(line)["version"] != 50
+    ]
+    pushes.write_text("".join(kept))
+    committed = {
+        "kind": "run",
+        "phase": "checkpoint",
+        "version": 50,
+        "at_s": 1 + whole[9][0] + 0.01,
+    }
+    (tmp_path / "r/events/master.jsonl").write_text(json.dumps(committed) + "\n")
+    time_s, gradients, _ = read_run(tmp_path / "r").curve()[9]
+    assert time_s == pytest.approx(whole[9][0], abs=0.02) and gradients == 49
 
 
 def test_waiting_is_what_a_server_held_back(tmp_path: Path) -> None:
@@ -231,13 +276,80 @@ def test_the_target_is_the_highest_whole_percent_that_all_reached(tmp_path: Path
     assert (time_s, gradients) in [(t, n) for t, n, _ in run.curve]
 
 
+def test_copies_of_a_run_are_no_further_evidence(tmp_path: Path) -> None:
+    for copy in range(3):
+        for discipline, score in (("sync", 0.9), ("lock-free", 0.8)):
+            write_run(
+                tmp_path / f"{discipline}-{copy}", discipline=discipline, gradients=50, score=score
+            )
+    cell = grid_of(tmp_path).cells[0]
+    assert (len(cell.runs), cell.num_seeds, cell.score.n) == (3, 1, 1)
+    write_report([tmp_path])
+    assert "no difference seen, n=1" in (tmp_path / "report.md").read_text()
+
+
+def test_one_worker_that_is_held_up_is_no_measure(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", workers=1, gradients=50, slow_worker="0:3x")
+    write_run(tmp_path / "b", workers=2, gradients=50, slow_worker="0:3x")
+    assert all(grid_of(tmp_path).speed_up(cell) is None for cell in grid_of(tmp_path).cells)
+    write_run(tmp_path / "c", workers=1, gradients=50)
+    write_run(tmp_path / "d", workers=2, gradients=50)
+    grid = grid_of(tmp_path)
+    found = [cell for cell in grid.cells if grid.speed_up(cell) is not None]
+    assert len(found) == 4, "the slowed down too, beside the one that is not"
+    write_report([tmp_path])
+
+
+def test_options_of_sync_alone_make_no_settings(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", discipline="sync", reduce="sum", gradients=20)
+    write_run(tmp_path / "b", discipline="bounded", gradients=20)
+    grid = grid_of(tmp_path)
+    assert len(grid.settings) == 1 and grid.variants == ["sync, sum", "bounded:1"]
+
+
+def test_runs_of_different_metrics_are_reported_apart(tmp_path: Path) -> None:
+    for name in ("accuracy", "bits"):
+        write_run(tmp_path / name, gradients=20)
+        change_metric(tmp_path / name, name)
+    with pytest.raises(RunDirError, match="judged by accuracy and by bits"):
+        write_report([tmp_path])
+
+
+def test_which_way_a_metric_is_better_may_be_unknown(tmp_path: Path) -> None:
+    for seed in range(SEEDS):
+        for discipline in ("sync", "lock-free"):
+            name = tmp_path / f"{discipline}-{seed}"
+            write_run(name, discipline=discipline, seed=seed, gradients=20)
+            change_metric(name, "bits")
+            scores = name / "events" / "evaluator.jsonl"
+            scores.write_text(scores.read_text().splitlines(keepends=True)[-1])
+    write_report([tmp_path], target=0.5)
+    text = (tmp_path / "report.md").read_text()
+    assert "cannot be told" in text and "best test" not in text and "soonest" not in text
+
+
+@pytest.mark.parametrize("score", [0.1, 0.99, 1e-14])
+def test_runs_that_all_score_the_same_can_be_drawn(tmp_path: Path, score: float) -> None:
+    for seed in range(SEEDS):
+        write_run(tmp_path / str(seed), seed=seed, gradients=40)
+        scores = tmp_path / str(seed) / "events" / "evaluator.jsonl"
+        events = [{**json.loads(line), "metric": score} for line in scores.read_text().splitlines()]
+        scores.write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_report([tmp_path])
+    write_report([tmp_path / "0"])
+
+
+def change_metric(run: Path, metric: str) -> None:
+    described = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**described, "metric": metric}))
+
+
 def test_a_metric_that_training_lowers_is_best_where_it_is_lowest(tmp_path: Path) -> None:
     for seed in range(SEEDS):
         for discipline, score in (("sync", -3.0), ("lock-free", -2.0)):
             name = tmp_path / f"{discipline}-{seed}"
             write_run(name, discipline=discipline, seed=seed, gradients=100, score=score)
-            config = json.loads((name / "config.json").read_text())
-            (name / "config.json").write_text(json.dumps({**config, "metric": "bits"}))
+            change_metric(name, "bits")
     write_report([tmp_path])
     text = (tmp_path / "report.md").read_text()
     assert "Training lowers bits" in text
@@ -335,7 +447,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     write_run(tmp_path / "y", recipe="other", gradients=20)
     page, text = (path.read_text() for path in write_report([tmp_path]))
     assert "<script>" not in page and "<b>x" not in page
-    assert r"\|b" in text
+    assert r"\|b" in text and "<b>" not in text and "<script>" not in text
 
 
 @pytest.mark.parametrize(
@@ -402,6 +514,22 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     write_run(tmp_path / "run", gradients=10)
     with pytest.raises(RunDirError, match="cannot write the report"):
         write_report([tmp_path / "run"], tmp_path / "file")
+
+
+def test_runs_behind_links_are_found_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "real", gradients=20)
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "one").symlink_to(tmp_path / "real")
+    (tmp_path / "all" / "again").symlink_to(tmp_path / "all")
+    page, _ = write_report([tmp_path / "all"])
+    assert "made-up: apply-reply" in page.read_text()
+
+
+def test_nobody_who_reads_what_was_written_is_no_error(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", gradients=10)
+    command = f"{sys.executable} -m offbeat report {tmp_path / 'run'} > /dev/full"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_report_needs_no_torch(tmp_path: Path) -> None:

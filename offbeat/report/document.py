@@ -50,14 +50,17 @@ class LinePlot:
         names = [line.name for line in self.lines]
         cells = [{x: line.cell(i) for i, (x, _) in enumerate(line.points)} for line in self.lines]
         places = sorted(set().union(*cells))
-        marks = [(short(x), text, *[""] * (len(names) - 1)) for x, text in self.marks]
-        if len(places) <= 2 * max(map(len, cells), default=0):
+        marks = [(short(x), text, *[""] * (len(names) - 1)) for x, text in self.marks if names]
+        told_once = all(
+            len(c) == len(line.points) for c, line in zip(cells, self.lines, strict=True)
+        )
+        if told_once and len(places) <= 2 * max(map(len, cells), default=0):
             rows = [(short(x), *(column.get(x, "") for column in cells)) for x in places]
             return Table((self.x, *names), (*rows, *marks), title)
         long = [
-            (name, short(x), cell)
-            for name, column in zip(names, cells, strict=True)
-            for x, cell in column.items()
+            (line.name, short(x), line.cell(i))
+            for line in self.lines
+            for i, (x, _) in enumerate(line.points)
         ]
         return Table(("", self.x, self.y), (*long, *((t, x, "") for x, t, *_ in marks)), title)
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from offbeat.config import DISCIPLINES
+from offbeat.errors import RunDirError
 from offbeat.report.document import (
     Bar,
     BarPlot,
@@ -34,8 +35,9 @@ from offbeat.report.summary import staleness_summary
 
 NOT_COMPARED = {
     *("seed", "run_dir", "data_dir", "quiet", "keep", "tensorboard", "summary_every", "log_every"),
-    *("eval_every", "checkpoint_every"),
-    *("discipline", "staleness", "backup_workers"),  # these make the variant
+    *("eval_every", "eval_skipped", "checkpoint_every"),
+    # these make the variant
+    *("discipline", "staleness", "backup_workers", "reduce", "round_timeout"),
 }
 INJECTED = ("slow_worker", "kill_worker")
 MOST_POINTS = 30
@@ -104,15 +106,15 @@ def shortened(record: Record) -> Run:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the test metric is to reach; `most`: the higher the better."""
+    """What the test metric is to reach; `most`: the higher the better; None: nobody knows."""
 
     metric: str
-    most: bool
+    most: bool | None
     target: float | None
 
     def reached(self, run: Run) -> tuple[float, int] | None:
         """After how long, and how many gradients; None: never."""
-        if self.target is None:
+        if self.target is None or self.most is None:
             return None
         for time_s, gradients, score in run.curve:
             if score >= self.target if self.most else score <= self.target:
@@ -135,9 +137,19 @@ class Cell:
     goal: Goal
 
     def sample(self, of: Callable[[Run], float | None]) -> Sample | None:
-        """A figure of all runs; None where one of them does not have it."""
-        values = [value for run in self.runs if (value := of(run)) is not None]
-        return Sample(tuple(values)) if values and len(values) == len(self.runs) else None
+        """A figure of all runs, one value for each seed; None where one of them does not have
+        it."""
+        by_seed: dict[Any, list[float]] = {}
+        for run in self.runs:
+            value = of(run)
+            if value is None:
+                return None
+            by_seed.setdefault(run.config["seed"], []).append(value)
+        return Sample(tuple(math.fsum(values) / len(values) for values in by_seed.values()))
+
+    @property
+    def num_seeds(self) -> int:
+        return len({run.config["seed"] for run in self.runs})
 
     @cached_property
     def score(self) -> Sample | None:
@@ -207,7 +219,9 @@ class Grid:
         key = _without(cell.setting, "workers", *INJECTED)
         for other in self.cells:
             same = _without(other.setting, "workers", *INJECTED) == key
-            if same and other.variant == cell.variant and dict(other.setting)["workers"] == 1:
+            held_up = any(other.runs[0].config.get(name) for name in INJECTED)
+            is_one = dict(other.setting)["workers"] == 1 and not held_up
+            if same and other.variant == cell.variant and is_one:
                 return other
         return None
 
@@ -226,8 +240,9 @@ class Grid:
 
 
 def sort_into_grid(runs: Sequence[Run], target: float | None) -> Grid:
-    varying = _varying([run.config for run in runs])
-    goal = _goal(runs, target)
+    judged = [run for run in runs if run.finished] or list(runs)
+    varying = _varying([run.config for run in judged])
+    goal = _goal(judged, target)
     cells: dict[tuple[Setting, str], list[Run]] = {}
     for run in runs:
         setting = tuple((name, run.config.get(name)) for name in varying)
@@ -256,10 +271,15 @@ def _varying(configs: list[dict[str, Any]]) -> list[str]:
 
 
 def _goal(runs: Sequence[Run], target: float | None) -> Goal:
-    """The target where none is given: the highest whole percent that every run reached."""
-    metric = runs[0].metric
+    """The target where none is given: the highest whole percent that every run reached. Which way
+    a metric is better is told by what training does to it."""
+    metric, *others = sorted({run.metric for run in runs})
+    if others:
+        raise RunDirError(
+            f"these runs are judged by {metric} and by {', '.join(others)}: report them apart"
+        )
     gains = [run.curve[-1][2] - run.curve[0][2] for run in runs if len(run.curve) > 1]
-    most = metric == "accuracy" or sum(gains) >= 0
+    most = True if metric == "accuracy" else sum(gains) > 0 if any(gains) else None
     tops = [max(score for *_, score in run.curve) for run in runs if run.finished and run.curve]
     if target is None and metric == "accuracy" and tops:
         target = math.floor(100 * min(tops) + 1e-9) / 100
@@ -267,7 +287,7 @@ def _goal(runs: Sequence[Run], target: float | None) -> Goal:
 
 
 def _rank(name: str) -> tuple[int, str]:
-    base = name.partition(":")[0]
+    base = name.partition(",")[0].partition(":")[0]
     return (DISCIPLINES.index(base) if base in DISCIPLINES else len(DISCIPLINES), name)
 
 
@@ -295,7 +315,9 @@ def in_words(setting: Setting) -> str:
 def _mean_and_sd(sample: Sample | None) -> str:
     if sample is None:
         return "-"
-    return short(sample.mean) + (f" ± {sample.sd:.2g}" if sample.sd is not None else "")
+    if sample.sd is None:
+        return short(sample.mean)
+    return f"{short(sample.mean)} ± {f'{sample.sd:.2g}' if sample.sd < 100 else short(sample.sd)}"
 
 
 def _mean_and_range(sample: Sample | None) -> str:
@@ -351,15 +373,15 @@ def _lead(grid: Grid) -> str:
 
 def _winners(grid: Grid) -> Section:
     goal = grid.goal
-    criteria: list[tuple[str, bool, Callable[[Cell], Sample | None], str]] = [
-        (f"best test {goal.metric}", goal.most, lambda cell: cell.score, ""),
-        ("most gradients/s", True, lambda cell: cell.rate, ""),
-    ]
-    if goal.target is not None:
-        criteria[1:1] = [
+    criteria: list[tuple[str, bool, Callable[[Cell], Sample | None], str]] = []
+    if goal.most is not None:
+        criteria += [(f"best test {goal.metric}", goal.most, lambda cell: cell.score, "")]
+    if goal.target is not None and goal.most is not None:
+        criteria += [
             (f"soonest at {goal.words}", False, lambda cell: cell.time_to_target, " s"),
             (f"fewest gradients to {goal.words}", False, lambda c: c.gradients_to_target, ""),
         ]
+    criteria += [("most gradients/s", True, lambda cell: cell.rate, "")]
     groups = [(in_words(s), grid.within(s), False) for s in grid.settings]
     if len(groups) > 1:
         groups.append(("all of them", list(grid.cells), True))
@@ -372,7 +394,8 @@ def _winners(grid: Grid) -> Section:
     )
     text = (
         "The winner is named where its mean differs from that of every other one by more than the "
-        "spread over the seeds explains (Welch's t-test at 5%, shared out among the comparisons). "
+        "spread over the seeds explains (Welch's t-test at 5%, shared out among the comparisons "
+        "that an entry of the table takes). "
         "Differences between test sets, machines or days are not in that spread."
     )
     if goal.target is not None:
@@ -381,8 +404,11 @@ def _winners(grid: Grid) -> Section:
             f"the first time; time and gradients are counted up to the last update in it, and the "
             f"time for scoring it is not in them."
         )
-    if not goal.most:
-        text += f" Training lowers {goal.metric}, so that the lowest is taken to be the best."
+    if goal.most is None:
+        text += f" Whether more {goal.metric} is better cannot be told from these runs."
+    elif goal.metric != "accuracy":
+        way, best = ("raises", "highest") if goal.most else ("lowers", "lowest")
+        text += f" Training {way} {goal.metric}, so that the {best} is taken to be the best."
     return Section("Which one?", text, (Table(("", *(c[0] for c in criteria)), rows),))
 
 
@@ -419,13 +445,13 @@ def _winner(
 def _results(grid: Grid) -> Section:
     goal = grid.goal
     header = ["setting", "discipline", "n", f"test {goal.metric} (± sd)"]
-    if goal.target is not None:
+    if goal.target is not None and goal.most is not None:
         header += [f"s to {goal.words}", f"gradients to {goal.words}"]
     header += ["s of training", "gradients/s", "speed-up", "staleness: mean", "p95", "max"]
     rows = []
     for cell in grid.cells:
-        row = [in_words(cell.setting), cell.variant, str(len(cell.runs)), _mean_and_sd(cell.score)]
-        if goal.target is not None:
+        row = [in_words(cell.setting), cell.variant, str(cell.num_seeds), _mean_and_sd(cell.score)]
+        if goal.target is not None and goal.most is not None:
             row += _to_target(cell)
         row += [
             _mean_and_range(cell.sample(lambda run: run.train_time_s)),
@@ -462,7 +488,7 @@ def _curves(grid: Grid, *, over: str) -> Section:
                 points = tuple(
                     (m.time_s if over == "time" else m.gradients, m.score) for m in means
                 )
-                band = tuple(m.band for m in means) if len(cell.runs) > 1 else ()
+                band = tuple(m.band for m in means) if cell.num_seeds > 1 else ()
                 lines.append(Line(cell.variant, grid.color(cell), points, band))
         if lines:
             plots.append(LinePlot(in_words(setting), x, name, tuple(lines)))
@@ -531,27 +557,24 @@ def _rates(grid: Grid) -> Section:
 
 def _speed_ups(grid: Grid) -> list[LinePlot]:
     plots = []
-    rest = dict.fromkeys(_without(s, "workers", *INJECTED) for s in grid.settings)
-    for setting in rest:
+    settings = [s for s in grid.settings if dict(s)["workers"] > 1]
+    for rest in dict.fromkeys(_without(setting, "workers") for setting in settings):
         lines = []
         most = 1
         for color, name in enumerate(grid.variants):
-            found = []
-            for cell in grid.cells:
-                mine = _without(cell.setting, "workers", *INJECTED) == setting
-                sample = grid.speed_up(cell) if mine and cell.variant == name else None
-                if sample is not None:
-                    found.append((dict(cell.setting)["workers"], sample))
-            if len(found) > 1:
-                points = tuple((float(w), sample.mean) for w, sample in found)
-                band = tuple((sample.low, sample.high) for _, sample in found)
-                lines.append(Line(name, color, points, band))
-                most = max(most, *(w for w, _ in found))
+            cells = [c for c in grid.cells if c.variant == name and dict(c.setting)["workers"] > 1]
+            found = [(c, grid.speed_up(c)) for c in cells if _without(c.setting, "workers") == rest]
+            known = [(dict(c.setting)["workers"], sample) for c, sample in found if sample]
+            if known:
+                one = Sample((1.0,))
+                points = [(float(w), sample) for w, sample in [(1, one), *known]]
+                band = tuple((sample.low, sample.high) for _, sample in points)
+                lines.append(Line(name, color, tuple((w, s.mean) for w, s in points), band))
+                most = max(most, *(w for w, _ in known))
         if lines:
-            ideal = Line(
-                "as many times as workers", 7, ((1.0, 1.0), (float(most), float(most))), (), True
-            )
-            title = f"speed-up over one worker, {in_words(setting)}"
+            even = ((1.0, 1.0), (float(most), float(most)))
+            ideal = Line("as many times as workers", 7, even, (), dashed=True)
+            title = f"speed-up over one worker, {in_words(rest)}"
             plots.append(LinePlot(title, "workers", "times", (*lines, ideal)))
     return plots
 
@@ -594,8 +617,9 @@ def _time(grid: Grid) -> Section:
         plots.append(Shares(in_words(setting), tuple(rows)))
     text = (
         "Each worker's time, mean over the seeds. Waiting: its gradient lay at a server that did "
-        "not reply yet, because it updated or waited for others. Exchanging: the rest of the time "
-        "between a push and its reply that was not spent preparing the next batch."
+        "not reply yet, because it updated or waited for others; it is at most so much. "
+        "Exchanging: the rest of the time between a push and its reply that was not spent "
+        "preparing the next batch."
     )
     return Section("Where the workers' time went", text, plots=tuple(plots))
 

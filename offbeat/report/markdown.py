@@ -1,6 +1,7 @@
 """A report as Markdown: its text, and the numbers of its plots as tables."""
 
 from collections.abc import Iterator
+from html import escape
 
 from offbeat.report.document import Document, Table
 
@@ -10,7 +11,7 @@ def write_markdown(document: Document) -> str:
 
 
 def _lines(document: Document) -> Iterator[str]:
-    yield from (f"# {document.title}", "", document.lead, "")
+    yield from (f"# {_plain(document.title)}", "", _plain(document.lead), "")
     for section in document.sections:
         yield from (f"## {section.title}", "")
         if section.text:
@@ -22,7 +23,7 @@ def _lines(document: Document) -> Iterator[str]:
 
 def _table(table: Table) -> Iterator[str]:
     if table.title:
-        yield from (f"**{table.title}**", "")
+        yield from (f"**{_plain(table.title)}**", "")
     yield _row(table.header)
     yield "|" + "---|" * len(table.header)
     yield from map(_row, table.rows)
@@ -30,4 +31,9 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
+
+
+def _plain(text: str) -> str:
+    """In one line, and with nothing in it that would be taken for a table's edge or for HTML."""
+    return escape(" ".join(text.split()), quote=False).replace("|", chr(92) + "|")

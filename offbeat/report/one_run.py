@@ -56,8 +56,13 @@ def variant(config: dict[str, object]) -> str:
     if discipline == "bounded":
         bound = config["staleness"]
         return f"bounded:{bound:g}" if isinstance(bound, int | float) else f"bounded:{bound}"
-    backup = config["backup_workers"]
-    return f"{discipline}:{backup}" if backup else discipline
+    if config["backup_workers"]:
+        discipline += f":{config['backup_workers']}"
+    if config.get("reduce", "mean") != "mean":
+        discipline += f", {config['reduce']}"
+    if config.get("round_timeout", "inf") != "inf":
+        discipline += f", {config['round_timeout']} s"
+    return discipline
 
 
 def _lead(record: Record) -> str:
@@ -230,8 +235,8 @@ def _time(record: Record) -> Section | None:
     header = ("", "gradients", "a second", "computing", "preparing", "waiting", "exchanging")
     text = (
         "Waiting: the gradient lay at a server that did not reply yet, because it updated or "
-        "waited for others. Exchanging: the rest of the time between a push and its reply that was "
-        "not spent preparing the next batch."
+        "waited for others; it is at most so much. Exchanging: the rest of the time between a push "
+        "and its reply that was not spent preparing the next batch."
     )
     plots = (
         Shares("all of the run", shares),

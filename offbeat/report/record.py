@@ -5,6 +5,7 @@ Called by the summary and by the reports. Imports no torch, so that a report is 
 
 import json
 import math
+import os
 from array import array
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -17,6 +18,9 @@ from offbeat.errors import RunDirError
 from offbeat.events import read_events
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
+LEAST_TOGETHER = 0.1
+"""Of a run's time all workers must have been at work, for a rate of that time."""
+NEEDED = ("recipe", "discipline", "staleness", "backup_workers", "workers", "servers", "seed")
 
 
 def _floats() -> "array[float]":
@@ -50,13 +54,15 @@ class WorkerRecord:
         return len(self.steps)
 
     def add(self, event: dict[str, Any]) -> None:
-        self.losses.append(event["loss"])
-        self.steps.append(event["step"])
-        self.start_s.append(event["start_s"])
-        self.compute_s.append(event["compute_s"])
-        self.prepare_s.append(event["prepare_s"])
-        self.exchange_s.append(event["exchange_s"])
-        self.examples += event["examples"]
+        times = [float(event[part]) for part in ("start_s", *PARTS)]
+        loss, step, examples = float(event["loss"]), event["step"], event["examples"]
+        self.steps.append(step)  # from here on nothing can be missing
+        self.losses.append(loss)
+        for column, time_s in zip(
+            (self.start_s, self.compute_s, self.prepare_s, self.exchange_s), times, strict=True
+        ):
+            column.append(time_s)
+        self.examples += examples
         self.dropped += event["outcome"] == "dropped"
         self.rejected += event["outcome"] == "rejected"
 
@@ -114,6 +120,8 @@ class Record:
     """Why it failed."""
     restarts: list[tuple[float, str]] = field(default_factory=list)
     """When, and who."""
+    committed_s: dict[int, float] = field(default_factory=dict)
+    """When the checkpoint of each version was there."""
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
     """For each (shard, epoch) the version that it began with."""
     seen: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -159,6 +167,10 @@ class Record:
                 self.restarts.append((event["at_s"], f"{event['role']} {event['index']}"))
             case "load":
                 self.loaded[event["shard"], event["epoch"]] = event["version"]
+            case "checkpoint":
+                self.committed_s[event["version"]] = event["at_s"]
+            case "start" if event["at_s"] > self.end_s:  # resumed: what it came to is not known yet
+                self.end_s, self.status, self.reason = event["at_s"], "unfinished", None
             case "end" if event["at_s"] >= self.end_s:  # a run that was resumed has several
                 self.end_s = event["at_s"]
                 self.status = event["status"]
@@ -222,7 +234,7 @@ class Record:
         start_s = max((w.start_s[0] for w in workers), default=0.0)
         end_s = min((w.end_s(-1) for w in workers), default=0.0)
         within = sum(start_s < w.end_s(i) <= end_s for w in workers for i in range(w.gradients))
-        if len(workers) < 2 or not within:  # nobody to wait for, or never all together
+        if len(workers) < 2 or end_s - start_s < LEAST_TOGETHER * self.train_time_s:
             return self.gradients / self.train_time_s if self.train_time_s else None
         return within / (end_s - start_s)
 
@@ -248,7 +260,11 @@ class Record:
         first_s = self.first_s
         points = []
         for score in sorted({s.version: s for s in self.scores}.values(), key=lambda s: s.version):
-            at_s = reached.get(score.version, first_s if score.version == 0 else score.at_s)
+            at_s = reached.get(score.version)
+            if at_s is None:  # the initial one, or its push was not written down any more
+                at_s = first_s if score.version == 0 else self.committed_s.get(score.version)
+            if at_s is None:
+                at_s = score.at_s
             points.append((max(0.0, at_s - first_s), bisect_right(times, at_s), score.metric))
         return points
 
@@ -258,6 +274,8 @@ def read_run(path: Path, name: str | None = None) -> Record:
     config = path / "config.json"
     try:
         described = json.loads(config.read_text(encoding="utf-8"))
+        for key in NEEDED:
+            described["config"][key]
         record = Record(
             name or path.name,
             described["config"],
@@ -271,13 +289,21 @@ def read_run(path: Path, name: str | None = None) -> Record:
     for event in read_events(path / "events"):
         try:
             record.add(event)
-        except (LookupError, TypeError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             record.unreadable += 1
     return record
 
 
 def find_runs(path: Path) -> Iterator[Path]:
-    """The folders of runs at or below `path`, in the order of their names."""
-    for config in sorted(path.rglob("config.json")):
-        if (config.parent / "events").is_dir():
-            yield config.parent
+    """The folders of runs at or below `path`, in the order of their names; links are followed."""
+    seen: set[Path] = set()
+    found = []
+    for name, folders, files in os.walk(path, followlinks=True):
+        folder = Path(name)
+        if (resolved := folder.resolve()) in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(resolved)
+        if "config.json" in files and "events" in folders:
+            found.append(folder)
+    yield from sorted(found)

@@ -61,14 +61,15 @@ class _Scale:
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers from `low` or below it to `high` or above it."""
-    if not high > low:
+    if not high - low > 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    digits = max(0, 3 - math.floor(math.log10(step)))
+    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 def _svg(plot: Plot, height: float, body: Iterable[str]) -> str:

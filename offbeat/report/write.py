@@ -22,8 +22,9 @@ def write_report(
             raise RunDirError(f"{path} is no folder: give a run's, or one that holds runs")
         before = len(found)
         for run in find_runs(path):
-            inside = run.relative_to(path)
-            found.setdefault(run.resolve(), (run, str(inside) if inside.parts else run.name))
+            inside = run.relative_to(path) if len(paths) == 1 else run
+            name = str(inside) if inside.parts else run.resolve().name
+            found.setdefault(run.resolve(), (run, name))
         if len(found) == before and not any(find_runs(path)):
             raise RunDirError(f"there is no run in {path}: none of its folders has a config.json")
     runs = list(found.values())
