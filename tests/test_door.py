@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,19 +25,19 @@ from offbeat.cli import main
 from offbeat.config import make_config
 from offbeat.control import CONTROL_VARIABLE
 from offbeat.engines.cluster import MasterNetwork, Reach, _CollectingEnd
-from offbeat.errors import ConnectionClosedError, NonFiniteLossError, OffbeatError
+from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
 from offbeat.events import EventLog
 from offbeat.hosts import TF_VARIABLE, Hosts
-from offbeat.job import make_job
+from offbeat.job import Job, make_job
 from offbeat.roles import remote
 from offbeat.roles.door import Door
 from offbeat.roles.evaluator import Evaluator
 from offbeat.roles.master import Master
 from offbeat.roles.remote import SMALL, CallSink, _RemoteScorer
 from offbeat.rundir import RunFolder
-from offbeat.transport.base import CallEnd
+from offbeat.transport.base import CallEnd, Network
 from offbeat.transport.sockets import connect_for_calls
-from offbeat.transport.terms import OPEN, Terms
+from offbeat.transport.terms import OPEN, TOKEN_VARIABLE, Terms, load_terms
 
 T = 10.0
 
@@ -420,22 +421,10 @@ class ServerAhead(ScriptedServer):
 
 def test_the_last_checkpoint_of_a_resumed_master_is_what_the_servers_have(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.checkpoints.mkdir()
     job = toy_job(servers=1, workers=1)
     for versions, version in (([0], 0), ([], 40)):  # the second finds a server that is ahead
         server = ServerAhead(versions, version, job.manifest.num_elements)
-        with contextlib.closing(EventLog(folder.path / "master.jsonl")) as events:
-            master = Master(
-                job,
-                ScriptedNetwork([server]),
-                folder,
-                job.make_model(),
-                events=events,
-                log=logging.Logger("test"),
-                clock=lambda: 0.0,
-                stop=threading.Event(),
-            )
-            assert master.run() == "finished"
+        assert run_master(folder, job, ScriptedNetwork([server])) == "finished"
     assert folder.read_json(folder.state)["last_checkpoint"] == "00000040"
 
 
@@ -487,3 +476,147 @@ def test_an_evaluator_goes_back_to_what_it_skipped_if_told_to(tmp_path: Path) ->
         evaluator._score = lambda path: scored.append(int(path.name))  # type: ignore[method-assign]
         evaluator.run()
         assert [v for i, v in enumerate(scored) if v not in scored[:i]] == expected
+
+
+# -- what else went unnoticed when it was taken out ------------------------------------------------
+
+
+def test_a_shards_schedule_is_as_long_as_the_run() -> None:
+    job = toy_job(epochs=5)
+    assert job.make_shard(0).total_updates == job.facts.total_updates == 2 * 5 * 12
+    elastic = make_job(
+        make_config({"workers": 3, "split": "shared", "epochs": 5}), toy_recipe(), elastic=True
+    )
+    assert elastic.facts.elastic and elastic.make_shard(0).total_updates == elastic.budget
+    half_way: Any = SimpleNamespace(version=30, applied=lambda: {0: (0, 30)})
+    assert elastic.total_updates_after(half_way) == elastic.budget, "whoever made the first half"
+
+
+def test_a_server_that_is_loaded_does_not_wait_for_those_who_are_through(tmp_path: Path) -> None:
+    with rig(tmp_path, "sync", 2) as made:
+        state = dataclasses.replace(made.snapshot(), version=7)
+        made.server.loaded.clear()  # as one that was started anew
+        made.shard.updaters.clear()
+        made.server.load(state, [1])
+        hand = made.join(0)
+        hand.push(1.0)
+        assert hand.reply().reply_version == 8
+        assert made.server.finished() == [1]
+        hand.link.close()
+
+
+def test_a_worker_that_was_through_and_comes_again_is_not(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 1) as made:
+        made.join(0).link.close(finished=True)
+        wait_until(lambda: made.server.finished() == [0], "it is through")
+        again = made.join(0, incarnation=1)
+        assert made.server.finished() == []
+        again.link.close()
+
+
+class DiesAtLast(ServerAhead):
+    """Gone when it is asked for its last snapshot, and back at the next attempt."""
+
+    died = False
+
+    def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
+        if message["ask"] == "take" and not self.versions and not self.died:
+            self.died = True
+            raise ConnectionClosedError("gone")
+        return super().call(message, tensors, timeout_s)
+
+
+def run_master(folder: RunFolder, job: Job, network: Network) -> str:
+    folder.checkpoints.mkdir(exist_ok=True)
+    with contextlib.closing(EventLog(folder.path / "master.jsonl")) as events:
+        master = Master(
+            job,
+            network,
+            folder,
+            job.make_model(),
+            events=events,
+            log=logging.Logger("test"),
+            clock=lambda: 0.0,
+            stop=threading.Event(),
+            connect_timeout_s=0.1,
+        )
+        return master.run()
+
+
+def test_a_server_that_dies_at_the_last_moment_is_asked_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    job = toy_job(servers=1, workers=1)
+    server = DiesAtLast([0, 12], 0, job.manifest.num_elements)
+    assert run_master(folder, job, ScriptedNetwork([server])) == "finished"
+    assert server.died
+    assert folder.read_json(folder.state)["last_checkpoint"] == "00000012"
+
+
+def test_a_master_that_was_never_let_in_lets_nobody_go(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Refusing(ScriptedNetwork):
+        def connect_for_calls(self, shard: int, *args: Any) -> CallEnd:
+            asked.append("connect")
+            raise ConnectionClosedError("serves another run", refused=True)
+
+    with pytest.raises(ConnectionClosedError, match="another run"):
+        run_master(RunFolder(tmp_path), toy_job(servers=1, workers=1), Refusing([]))
+    assert asked == ["connect"], "it did not come again to end somebody else's run"
+
+
+def test_an_evaluator_leaves_every_server() -> None:
+    asked: list[tuple[int, str]] = []
+    nothing: Any = None
+    scorer = _RemoteScorer(toy_job(servers=2), nothing, nothing, nothing, nothing)
+
+    def call(shard: int, message: Any) -> tuple[Any, Any]:
+        asked.append((shard, message["ask"]))
+        raise ConnectionClosedError("gone already")
+
+    scorer._call = call  # type: ignore[method-assign]
+    scorer.leave()
+    assert asked == [(0, "leave"), (1, "leave")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, None),
+        ({"version": "0.0.1"}, "different versions of Offbeat"),
+        ({"run": "other", "fingerprint": "f" * 64}, "they serve different runs"),
+    ],
+)
+def test_servers_that_do_not_fit_together_are_told(
+    changes: dict[str, Any],
+    line: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    about = {"version": byhand.__version__, "torch": "2", "run": "r", "fingerprint": "e" * 64}
+    about |= {"recipe": "toy", "updates": 3, "present": [0], "finished": [1]}
+    ends = [Scripted((about, {})), Scripted(({**about, **changes}, {}))]
+    monkeypatch.setattr(byhand, "connect_for_calls", lambda *args: ends.pop(0))
+    where = Hosts(ps=("a:1", "b:1"), worker=("c:1",), master="d:1")
+    assert byhand.check(where, OPEN) == (line is None)
+    shown = capsys.readouterr().out
+    assert line is None or line in shown
+    assert "worker 0  through" in shown
+
+
+def test_who_is_stopped_while_waiting_was_interrupted() -> None:
+    def wait() -> None:
+        with byhand._console("x") as (_, stop):
+            stop.set()
+            raise ConnectionClosedError("nobody came")
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+
+
+def test_a_token_has_sixteen_characters_at_least() -> None:
+    assert load_terms({TOKEN_VARIABLE: "x" * 16}).token == b"x" * 16
+    with pytest.raises(ConfigError, match="too short"):
+        load_terms({TOKEN_VARIABLE: "x" * 15})
+    with pytest.raises(ConfigError, match="it is empty"):
+        load_terms({TOKEN_VARIABLE: " "})
