@@ -13,7 +13,7 @@ from helpers import toy_recipe
 
 from offbeat import Recipe
 from offbeat.engines import inproc
-from offbeat.roles import evaluator, master, server
+from offbeat.roles import acceptor, evaluator, master, server
 
 FRAMEWORK_THREADS = ("pytest_timeout", "pydevd")
 
@@ -26,6 +26,7 @@ for module, name in (
     (inproc, "REFRESH_S"),
     (master, "POLL_S"),
     (server, "POLL_S"),
+    (acceptor, "POLL_S"),
 ):
     setattr(module, name, getattr(module, name) / 10)
 

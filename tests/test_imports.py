@@ -12,6 +12,7 @@ import offbeat
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
+    ["flags"],
     ["bench", "netbench", "reportbench"],
     ["byhand", "comparing"],
     ["api"],

@@ -4,6 +4,7 @@ Written after every one of them had been taken out by hand to see whether a test
 """
 
 import contextlib
+import logging
 import signal
 import socket
 import ssl
@@ -21,10 +22,11 @@ from offbeat.engines.cluster import Reach
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.hosts import Hosts
 from offbeat.job import disagreement
-from offbeat.roles import server
+from offbeat.roles import acceptor
+from offbeat.roles.acceptor import Acceptor
 from offbeat.transport import base, wire
 from offbeat.transport.base import keep_trying
-from offbeat.transport.sockets import SocketNetwork, connect_for_calls
+from offbeat.transport.sockets import SocketListener, SocketNetwork, connect_for_calls
 from offbeat.transport.terms import NONCE_BYTES, Terms, load_terms, prepare
 from offbeat.transport.wire import (
     CALL,
@@ -101,7 +103,7 @@ def test_another_version_of_the_protocol_is_not_tried_again() -> None:
 @pytest.mark.parametrize("part", ["header", "proof", "hello"])
 def test_who_drips_is_sent_away(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte is progress; but there is one deadline for all of it."""
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.4)
     with a_server(Terms(token=TOKEN)) as (listener, hellos), Stranger(listener) as stranger:
         nonce = stranger.challenge()
         mine = bytes(NONCE_BYTES)
@@ -130,7 +132,7 @@ def test_who_drips_is_sent_away(part: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_silence_instead_of_tls_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.3)
     with a_server(tls_terms()) as (listener, _), Stranger(listener) as stranger:
         stranger.socket.sendall(b"\x16")
         stranger.wait_for_the_end()
@@ -157,25 +159,21 @@ def test_a_hello_that_is_too_long_is_not_read() -> None:
 
 
 def test_the_log_tells_of_strangers_without_growing_with_them() -> None:
-    import logging
-
-    from test_terms import Acceptor, SocketListener
-
     lines: list[str] = []
     log = logging.Logger("test")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     listener = SocketListener("tcp:127.0.0.1:0", LAYOUT, Terms(token=TOKEN))
-    acceptor = Acceptor(listener, lambda end, hello: None, "test", log)
-    acceptor.start()
+    greeter = Acceptor(listener, lambda end, hello: None, "test", log)
+    greeter.start()
     try:
         for _ in range(12):
             sent_away(listener.address, Terms(token=b"wrong" * 8))
         wait_until(lambda: len(lines) == 2, "the first and the tenth are told")
     finally:
-        acceptor.close()
-        acceptor.join()
+        greeter.close()
+        greeter.join()
     assert "(1): somebody without the token" in lines[0] and "(10)" in lines[1]
     assert len(lines) == 2 and TOKEN.decode() not in str(lines)
 
@@ -283,7 +281,7 @@ def test_a_tls_handshake_that_breaks_off_is_tried_again() -> None:
 
 
 def test_tls_that_the_other_side_does_not_speak_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.3)
     with a_server(Terms(token=TOKEN)) as (listener, _):
         error = sent_away(listener.address, tls_terms())
         assert error.refused and "the server does not use TLS" in str(error)

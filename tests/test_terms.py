@@ -16,8 +16,8 @@ import pytest
 from rig import TOKEN, authority, knock, tls_terms, wait_until
 
 from offbeat.errors import ConfigError, ConnectionClosedError
-from offbeat.roles import server
-from offbeat.roles.server import Acceptor
+from offbeat.roles import acceptor
+from offbeat.roles.acceptor import Acceptor
 from offbeat.transport.base import Layout, ServerEnd
 from offbeat.transport.sockets import SocketListener, connect_for_calls
 from offbeat.transport.terms import (
@@ -51,13 +51,13 @@ def a_server(terms: Terms) -> Iterator[tuple[SocketListener, list[Any]]]:
         hellos.append(hello)
         end.refuse("that will do")
 
-    acceptor = Acceptor(listener, serve, "test", logging.Logger("test"))
-    acceptor.start()
+    greeter = Acceptor(listener, serve, "test", logging.Logger("test"))
+    greeter.start()
     try:
         yield listener, hellos
     finally:
-        acceptor.close()
-        acceptor.join()
+        greeter.close()
+        greeter.join()
 
 
 def come(listener: SocketListener, terms: Terms) -> str:
@@ -183,7 +183,7 @@ def test_nothing_of_a_stranger_is_read_before_the_proof(raw: bytes) -> None:
 
 
 def test_a_silent_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.3)
     with a_server(Terms(token=TOKEN)) as (listener, _), Stranger(listener) as stranger:
         stranger.challenge()
         stranger.wait_for_the_end()
@@ -192,7 +192,7 @@ def test_a_silent_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("kind", [PROOF, GOODBYE, REFUSE])
 def test_a_stranger_that_drips_is_sent_away(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte is progress; but there is one deadline for all of it."""
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.5)
     with a_server(Terms(token=TOKEN)) as (listener, hellos), Stranger(listener) as stranger:
         stranger.challenge()
         length = 64 if kind == PROOF else 1 << 20
@@ -207,7 +207,7 @@ def test_a_stranger_that_drips_is_sent_away(kind: int, monkeypatch: pytest.Monke
 
 
 def test_of_strangers_there_are_never_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(acceptor, "MOST_STRANGERS", 3)
     with a_server(Terms(token=TOKEN)) as (listener, hellos), contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(Stranger(listener)) for _ in range(3)]
         for stranger in waiting:
@@ -252,7 +252,7 @@ def test_a_certificate_for_another_host_is_not_believed() -> None:
 def test_tls_on_one_side_only_does_not_work(
     ours: bool, theirs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 1.0)
     plain, tls = Terms(token=TOKEN), tls_terms()
     with a_server(tls if ours else plain) as (listener, hellos):
         come(listener, tls if theirs else plain)
@@ -346,5 +346,5 @@ def test_a_server_that_stops_does_not_wait_for_a_silent_stranger(server_tls: boo
         else:
             stranger.socket.sendall(b"\x16")  # half of TLS's first word
         closing_s = time.monotonic()
-    assert time.monotonic() - closing_s < server.HELLO_TIMEOUT_S / 2
+    assert time.monotonic() - closing_s < acceptor.HELLO_TIMEOUT_S / 2
     assert hellos == []

@@ -31,7 +31,8 @@ from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError, in_
 from offbeat.events import EventLog
 from offbeat.job import Facts, Job, disagreement, rejoin_job
 from offbeat.recipes.base import load_recipe
-from offbeat.roles.server import POLL_S, Acceptor, Server
+from offbeat.roles.acceptor import Acceptor
+from offbeat.roles.server import POLL_S, Server
 from offbeat.transport.base import Message
 from offbeat.transport.sockets import EVENT_BYTES, SocketListener, SocketServerEnd
 from offbeat.version import __version__
