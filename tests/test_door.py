@@ -32,7 +32,7 @@ from offbeat.job import Job, make_job
 from offbeat.roles import remote
 from offbeat.roles.door import Door
 from offbeat.roles.evaluator import Evaluator
-from offbeat.roles.master import Master
+from offbeat.roles.master import Master, Patience, Status
 from offbeat.roles.remote import SMALL, CallSink, _RemoteScorer
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Network
@@ -620,3 +620,47 @@ def test_a_token_has_sixteen_characters_at_least() -> None:
         load_terms({TOKEN_VARIABLE: "x" * 15})
     with pytest.raises(ConfigError, match="it is empty"):
         load_terms({TOKEN_VARIABLE: " "})
+
+
+def test_an_elastic_run_is_over_when_its_updates_are_in_and_not_before(tmp_path: Path) -> None:
+    options = {"workers": 2, "servers": 2, "split": "shared", "epochs": 5}
+    job = make_job(make_config(options), toy_recipe(), elastic=True)
+    assert job.budget is not None
+    said: list[str] = []
+    patience = Patience(2, start_s=0.0, absent_s=0.0, say=said.append)
+    with contextlib.closing(EventLog(tmp_path / "master.jsonl")) as events:
+        master = Master(
+            job,
+            ScriptedNetwork([]),
+            RunFolder(tmp_path),
+            job.make_model(),
+            events=events,
+            log=logging.Logger("test"),
+            clock=lambda: 0.0,
+            stop=threading.Event(),
+            patience=patience,
+        )
+
+    def is_done(first: int, second: int, present: set[int], finished: set[int]) -> bool:
+        master._finished = set(finished)
+        return master._is_done(
+            [
+                Status(
+                    version=version,
+                    epoch=0,
+                    loaded=True,
+                    finished=frozenset(finished),
+                    present=frozenset(present),
+                    awaited=frozenset(),
+                    ready=False,
+                    staleness=[],
+                )
+                for version in (first, second)
+            ]
+        )
+
+    whole = job.budget
+    assert is_done(whole, whole, {0, 1}, set())
+    assert not is_done(whole, whole - 1, {0}, set()), "the other shard follows"
+    assert is_done(whole, whole - 1, set(), set()), "unless nobody is left who could push"
+    assert not is_done(whole - 1, whole - 1, set(), {0, 1}), "others may come, and join"
