@@ -36,6 +36,9 @@ from offbeat.transport.wire import (
 
 TOKEN_VARIABLE = "OFFBEAT_TOKEN"
 LEAST_TOKEN_BYTES = 16
+CHALLENGE_TIMEOUT_S = 15.0
+"""How long a server may take to speak at all. One that closes its door in the same instant may have
+left us connected to nobody: that is not waited for as a welcome is."""
 NONCE_BYTES = MAC_BYTES = 32
 PEER_TIMEOUT_S = 30.0
 MOST_TIMEOUT_S, KEEPALIVE_EVERY_S = 32_000, 5
@@ -152,7 +155,7 @@ def introduce(connection: Connection, terms: Terms, timeout_s: float, host: str)
     """The client's side: prove to the server that we may speak, and have it prove itself. Raises
     ConnectionClosedError where that fails."""
     try:
-        _introduce(connection, terms, timeout_s, host)
+        _introduce(connection, terms, min(timeout_s, CHALLENGE_TIMEOUT_S), host)
     except ConnectionClosedError as error:
         if not error.over:
             raise
@@ -242,6 +245,7 @@ class TlsSocket:
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str | None) -> None:
         sock.setblocking(False)
+        sock.getpeername()  # where the other end is gone: wrap_socket would not close it
         self._tls = context.wrap_socket(
             sock,
             server_side=host is None,
