@@ -31,6 +31,8 @@ LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 DISCIPLINE_OPTIONS = ("reduce", "backup_workers", "round_timeout", "staleness")
 """Options that mean something under one discipline only."""
+INJECTED = ("slow_worker", "kill_worker")
+"""Options that make a worker worse than it is."""
 DEFAULT_STALENESS = 1.0
 MOST_THREADS = 1024
 

@@ -274,86 +274,94 @@ def _add_bench(parser: argparse.ArgumentParser) -> Parsers:
     kinds = parser.add_subparsers(
         dest="benchmark", metavar="WHAT", required=True, parser_class=Parser
     )
-    add = kinds.add_parser
-    exchange = add(
-        "exchange",
-        help="one worker and one server, beside two plain copies of the same size",
-        description="What an exchange costs: a gradient up, an update, parameters back.",
-        allow_abbrev=False,
-    )
-    sizes = "MB each way, one size or several (default: 4.3,16)"
-    exchange.add_argument(
-        "--sizes", metavar="MB", type=_several(_size), default="4.3,16", help=sizes
-    )
-    exchange.add_argument("--rounds", metavar="N", type=_count, default=15, help="default: 15")
-    exchange.add_argument(
-        "--transports",
-        metavar="LIST",
-        type=_several(_one_of(TRANSPORTS)),
-        default=",".join(TRANSPORTS),
-        help=f"default: {','.join(TRANSPORTS)}",
-    )
-    train = add(
-        "train",
-        help="gradients per second, beside workers that exchange nothing and torch's DDP",
-        description="Gradients per second of each discipline, on made-up data.",
-        allow_abbrev=False,
-    )
-    known = f"{' or '.join(BENCH_RECIPES)} (default: {BENCH_RECIPES[0]})"
-    train.add_argument("--recipe", choices=BENCH_RECIPES, default=BENCH_RECIPES[0], help=known)
-    train.add_argument("--workers", metavar="N", type=_count, default=2, help="default: 2")
-    train.add_argument("--servers", metavar="N", type=_count, default=1, help="default: 1")
-    train.add_argument("--batch-size", metavar="N", type=_count, help="default: the recipe's")
-    seconds = "how long each one trains in a round (default: 6)"
-    train.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
-    train.add_argument("--rounds", metavar="N", type=_count, default=3, help="default: 3")
-    train.add_argument(
-        "--disciplines",
-        metavar="LIST",
-        type=_several(str),
-        default=",".join(BENCH_DISCIPLINES),
-        help=f"default: {','.join(BENCH_DISCIPLINES)}",
-    )
-    norm = add(
-        "norm",
-        help="a CIFAR step with the fast local response normalisation, beside torch's",
-        description="What the fast local response normalisation gains on the CPU, one thread.",
-        allow_abbrev=False,
-    )
-    norm.add_argument("--batch-size", metavar="N", type=_count, default=128, help="default: 128")
-    norm.add_argument("--rounds", metavar="N", type=_count, default=7, help="default: 7")
-    network = add(
-        "network",
-        help="payloads between two processes over TCP, beside gloo and pyzmq",
-        description="Payloads there and back between two processes, over TCP on loopback.",
-        allow_abbrev=False,
-    )
-    sizes = "MB each way, one size or several (default: 4.3,16,100)"
-    network.add_argument(
-        "--sizes", metavar="MB", type=_several(_size), default="4.3,16,100", help=sizes
-    )
-    network.add_argument("--rounds", metavar="N", type=_count, default=7, help="default: 7")
-    network.add_argument(
-        "--ways",
-        metavar="LIST",
-        type=_several(_one_of(WAYS)),
-        default=",".join(WAYS),
-        help=f"default: {','.join(WAYS)}",
-    )
-    report = add(
-        "report",
-        help="time and memory of a report, beside parsing its files",
-        description="How long a report about many made-up runs takes, and how much memory.",
-        allow_abbrev=False,
-    )
-    report.add_argument("--runs", metavar="N", type=_count, default=30, help="default: 30")
-    of_each = "of each run (default: 10000)"
-    report.add_argument("--gradients", metavar="N", type=_count, default=10_000, help=of_each)
-    report.add_argument("--rounds", metavar="N", type=_count, default=3, help="default: 3")
-    for kind in (exchange, train, norm, network, report):
-        kind.add_argument("--json", metavar="FILE", help="write every round's figures here too")
+    for name, (help_text, description, rounds, add) in BENCHMARKS.items():
+        made = kinds.add_parser(name, help=help_text, description=description, allow_abbrev=False)
+        add(made)
+        made.add_argument(
+            "--rounds", metavar="N", type=_count, default=rounds, help=f"default: {rounds}"
+        )
+        made.add_argument("--json", metavar="FILE", help="write every round's figures here too")
     return dict(kinds.choices)
 
+
+def _add_bench_exchange(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser, "4.3,16")
+    _add_list(parser, "transports", _one_of(TRANSPORTS), TRANSPORTS)
+
+
+def _add_bench_train(parser: argparse.ArgumentParser) -> None:
+    known = f"{' or '.join(BENCH_RECIPES)} (default: {BENCH_RECIPES[0]})"
+    parser.add_argument("--recipe", choices=BENCH_RECIPES, default=BENCH_RECIPES[0], help=known)
+    parser.add_argument("--workers", metavar="N", type=_count, default=2, help="default: 2")
+    parser.add_argument("--servers", metavar="N", type=_count, default=1, help="default: 1")
+    parser.add_argument("--batch-size", metavar="N", type=_count, help="default: the recipe's")
+    seconds = "how long each one trains in a round (default: 6)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
+    _add_list(parser, "disciplines", str, BENCH_DISCIPLINES)
+
+
+def _add_bench_norm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch-size", metavar="N", type=_count, default=128, help="default: 128")
+
+
+def _add_bench_network(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser, "4.3,16,100")
+    _add_list(parser, "ways", _one_of(WAYS), WAYS)
+
+
+def _add_bench_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", metavar="N", type=_count, default=30, help="default: 30")
+    of_each = "of each run (default: 10000)"
+    parser.add_argument("--gradients", metavar="N", type=_count, default=10_000, help=of_each)
+
+
+def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"MB each way, one size or several (default: {default})"
+    parser.add_argument("--sizes", metavar="MB", type=_several(_size), default=default, help=text)
+
+
+def _add_list(
+    parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], default: Sequence[str]
+) -> None:
+    shown = ",".join(default)
+    parser.add_argument(
+        f"--{name}", metavar="LIST", type=_several(kind), default=shown, help=f"default: {shown}"
+    )
+
+
+BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], None]]] = {
+    "exchange": (
+        "one worker and one server, beside two plain copies of the same size",
+        "What an exchange costs: a gradient up, an update, parameters back.",
+        15,
+        _add_bench_exchange,
+    ),
+    "train": (
+        "gradients per second, beside workers that exchange nothing and torch's DDP",
+        "Gradients per second of each discipline, on made-up data.",
+        3,
+        _add_bench_train,
+    ),
+    "norm": (
+        "a CIFAR step with the fast local response normalisation, beside torch's",
+        "What the fast local response normalisation gains on the CPU, one thread.",
+        7,
+        _add_bench_norm,
+    ),
+    "network": (
+        "payloads between two processes over TCP, beside gloo and pyzmq",
+        "Payloads there and back between two processes, over TCP on loopback.",
+        7,
+        _add_bench_network,
+    ),
+    "report": (
+        "time and memory of a report, beside parsing its files",
+        "How long a report about many made-up runs takes, and how much memory.",
+        3,
+        _add_bench_report,
+    ),
+}
+"""For each: what it is beside, its description, how many rounds, and what adds its own flags."""
 
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers | None]]] = {
     "train": (

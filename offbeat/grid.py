@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offbeat.config import DISCIPLINE_OPTIONS, TrainConfig, convert, make_config, options
+from offbeat.config import DISCIPLINE_OPTIONS, INJECTED, TrainConfig, convert, make_config, options
 from offbeat.errors import ConfigError, RunDirError
 
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:1")
@@ -25,7 +25,6 @@ SEEDS = 3
 AXES = ("disciplines", "workers", "servers", "seeds")
 NOT_FOR_A_GRID = ("discipline", "staleness", "backup_workers", "workers", "servers", "run_dir")
 """Options of train that the axes stand in for."""
-INJECTED = ("slow_worker", "kill_worker")
 ENOUGH = 1_000_000
 """Workers for any number of backups, or checkpoints."""
 OF_NO_MATTER = ("quiet", "data_dir")

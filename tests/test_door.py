@@ -16,8 +16,8 @@ import torch
 from clusters import Cluster, Proxy, cluster, finish
 from helpers import toy_job, toy_recipe
 from rig import TOKEN, rig, wait_until
+from scripted import ScriptedNetwork, ScriptedServer, a_master, run_master
 from test_cluster import quickly  # noqa: F401 - a fixture for all of these
-from test_train import ScriptedNetwork, ScriptedServer
 
 import offbeat
 from offbeat import byhand, cli
@@ -26,16 +26,15 @@ from offbeat.config import make_config
 from offbeat.control import CONTROL_VARIABLE
 from offbeat.engines.cluster import MasterNetwork, Reach, _CollectingEnd
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
-from offbeat.events import EventLog
 from offbeat.hosts import TF_VARIABLE, Hosts
-from offbeat.job import Job, make_job
+from offbeat.job import make_job
 from offbeat.roles import remote
 from offbeat.roles.door import Door
 from offbeat.roles.evaluator import Evaluator
-from offbeat.roles.master import Master, Patience, Status
+from offbeat.roles.master import Patience, Status
 from offbeat.roles.remote import SMALL, CallSink, _RemoteScorer
 from offbeat.rundir import RunFolder
-from offbeat.transport.base import CallEnd, Network
+from offbeat.transport.base import CallEnd
 from offbeat.transport.sockets import connect_for_calls
 from offbeat.transport.terms import OPEN, TOKEN_VARIABLE, Terms, load_terms
 
@@ -424,7 +423,7 @@ def test_the_last_checkpoint_of_a_resumed_master_is_what_the_servers_have(tmp_pa
     job = toy_job(servers=1, workers=1)
     for versions, version in (([0], 0), ([], 40)):  # the second finds a server that is ahead
         server = ServerAhead(versions, version, job.manifest.num_elements)
-        assert run_master(folder, job, ScriptedNetwork([server])) == "finished"
+        assert run_master(folder, job, [server]) == "finished"
     assert folder.read_json(folder.state)["last_checkpoint"] == "00000040"
 
 
@@ -526,28 +525,11 @@ class DiesAtLast(ServerAhead):
         return super().call(message, tensors, timeout_s)
 
 
-def run_master(folder: RunFolder, job: Job, network: Network) -> str:
-    folder.checkpoints.mkdir(exist_ok=True)
-    with contextlib.closing(EventLog(folder.path / "master.jsonl")) as events:
-        master = Master(
-            job,
-            network,
-            folder,
-            job.make_model(),
-            events=events,
-            log=logging.Logger("test"),
-            clock=lambda: 0.0,
-            stop=threading.Event(),
-            connect_timeout_s=0.1,
-        )
-        return master.run()
-
-
 def test_a_server_that_dies_at_the_last_moment_is_asked_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     job = toy_job(servers=1, workers=1)
     server = DiesAtLast([0, 12], 0, job.manifest.num_elements)
-    assert run_master(folder, job, ScriptedNetwork([server])) == "finished"
+    assert run_master(folder, job, [server]) == "finished"
     assert server.died
     assert folder.read_json(folder.state)["last_checkpoint"] == "00000012"
 
@@ -560,8 +542,12 @@ def test_a_master_that_was_never_let_in_lets_nobody_go(tmp_path: Path) -> None:
             asked.append("connect")
             raise ConnectionClosedError("serves another run", refused=True)
 
-    with pytest.raises(ConnectionClosedError, match="another run"):
-        run_master(RunFolder(tmp_path), toy_job(servers=1, workers=1), Refusing([]))
+    job = toy_job(servers=1, workers=1)
+    with (
+        a_master(RunFolder(tmp_path), job, Refusing([])) as master,
+        pytest.raises(ConnectionClosedError, match="another run"),
+    ):
+        master.run()
     assert asked == ["connect"], "it did not come again to end somebody else's run"
 
 
@@ -628,18 +614,8 @@ def test_an_elastic_run_is_over_when_its_updates_are_in_and_not_before(tmp_path:
     assert job.budget is not None
     said: list[str] = []
     patience = Patience(2, start_s=0.0, absent_s=0.0, say=said.append)
-    with contextlib.closing(EventLog(tmp_path / "master.jsonl")) as events:
-        master = Master(
-            job,
-            ScriptedNetwork([]),
-            RunFolder(tmp_path),
-            job.make_model(),
-            events=events,
-            log=logging.Logger("test"),
-            clock=lambda: 0.0,
-            stop=threading.Event(),
-            patience=patience,
-        )
+    with a_master(RunFolder(tmp_path), job, ScriptedNetwork([]), patience=patience) as master:
+        pass  # it is only asked what it thinks of the servers
 
     def is_done(first: int, second: int, present: set[int], finished: set[int]) -> bool:
         master._finished = set(finished)

@@ -16,7 +16,8 @@ import pytest
 from offbeat.cli import main
 from offbeat.errors import RunDirError
 from offbeat.report.document import Line, LinePlot, Table, short
-from offbeat.report.many_runs import describe_runs, mean_curve, shortened, sort_into_grid
+from offbeat.report.groups import mean_curve, shortened, sort_runs
+from offbeat.report.many_runs import describe_runs
 from offbeat.report.one_run import describe_run, histogram
 from offbeat.report.record import read_run
 from offbeat.report.statistics import Sample, best_of, differ, two_sided
@@ -195,21 +196,21 @@ def test_a_rate_is_that_of_the_time_in_which_all_were_at_work(tmp_path: Path) ->
 # -- many runs -------------------------------------------------------------------------------------
 
 
-def grid_of(folder: Path, target: float | None = None) -> Any:
+def findings_of(folder: Path, target: float | None = None) -> Any:
     runs = [shortened(read_run(p.parent)) for p in sorted(folder.rglob("config.json"))]
-    return sort_into_grid(runs, target)
+    return sort_runs(runs, target)
 
 
 def test_runs_are_sorted_into_cells(tmp_path: Path) -> None:
     write_grid(tmp_path)
-    grid = grid_of(tmp_path)
-    assert [(dict(c.setting)["workers"], c.variant, len(c.runs)) for c in grid.cells] == [
+    grid = findings_of(tmp_path)
+    assert [(dict(c.setting)["workers"], c.variant, len(c.runs)) for c in grid.groups] == [
         (1, "sync", 3),
         (1, "lock-free", 3),
         (2, "sync", 3),
         (2, "lock-free", 3),
     ]
-    alone, _, both, _ = grid.cells
+    alone, _, both, _ = grid.groups
     assert alone.rate.mean == pytest.approx(1 / (0.02), rel=0.05)
     assert grid.speed_up(both).mean == pytest.approx(2, rel=0.05)
     assert grid.speed_up(alone).values == (1, 1, 1)
@@ -222,10 +223,10 @@ def test_what_else_differs_is_a_setting_and_what_follows_is_not(tmp_path: Path) 
             write_run(
                 name, gradients=20, lr=lr, workers=workers, threads=threads, run_dir=str(name)
             )
-    names = [[name for name, _ in setting] for setting in grid_of(tmp_path).settings]
+    names = [[name for name, _ in setting] for setting in findings_of(tmp_path).settings]
     assert names == [["workers", "servers", "lr"]] * 4
     write_run(tmp_path / "more", gradients=20, lr=0.1, workers=2, threads=2)
-    assert "threads" in dict(grid_of(tmp_path).settings[0])
+    assert "threads" in dict(findings_of(tmp_path).settings[0])
 
 
 def test_a_mean_curve_stands_at_the_same_numbers_of_gradients() -> None:
@@ -262,11 +263,11 @@ def test_winners_are_named_and_ties_are_not(tmp_path: Path) -> None:
 
 def test_the_target_is_the_highest_whole_percent_that_all_reached(tmp_path: Path) -> None:
     write_grid(tmp_path)
-    grid = grid_of(tmp_path)
+    grid = findings_of(tmp_path)
     tops = [max(score for *_, score in run.curve) for run in grid.runs]
     assert grid.goal.target == math.floor(min(tops) * 100) / 100
-    strict = grid_of(tmp_path, 0.92)
-    sync, lock_free, *_ = strict.cells
+    strict = findings_of(tmp_path, 0.92)
+    sync, lock_free, *_ = strict.groups
     assert sync.time_to_target is not None and sync.num_reached == 3
     assert lock_free.time_to_target is None and lock_free.num_reached == 0
     run = sync.runs[0]
@@ -282,7 +283,7 @@ def test_copies_of_a_run_are_no_further_evidence(tmp_path: Path) -> None:
             write_run(
                 tmp_path / f"{discipline}-{copy}", discipline=discipline, gradients=50, score=score
             )
-    cell = grid_of(tmp_path).cells[0]
+    cell = findings_of(tmp_path).groups[0]
     assert (len(cell.runs), cell.num_seeds, cell.score.n) == (3, 1, 1)
     write_report([tmp_path])
     assert "no difference seen, n=1" in (tmp_path / "report.md").read_text()
@@ -291,11 +292,13 @@ def test_copies_of_a_run_are_no_further_evidence(tmp_path: Path) -> None:
 def test_one_worker_that_is_held_up_is_no_measure(tmp_path: Path) -> None:
     write_run(tmp_path / "a", workers=1, gradients=50, slow_worker="0:3x")
     write_run(tmp_path / "b", workers=2, gradients=50, slow_worker="0:3x")
-    assert all(grid_of(tmp_path).speed_up(cell) is None for cell in grid_of(tmp_path).cells)
+    assert all(
+        findings_of(tmp_path).speed_up(cell) is None for cell in findings_of(tmp_path).groups
+    )
     write_run(tmp_path / "c", workers=1, gradients=50)
     write_run(tmp_path / "d", workers=2, gradients=50)
-    grid = grid_of(tmp_path)
-    found = [cell for cell in grid.cells if grid.speed_up(cell) is not None]
+    grid = findings_of(tmp_path)
+    found = [cell for cell in grid.groups if grid.speed_up(cell) is not None]
     assert len(found) == 4, "the slowed down too, beside the one that is not"
     write_report([tmp_path])
 
@@ -303,7 +306,7 @@ def test_one_worker_that_is_held_up_is_no_measure(tmp_path: Path) -> None:
 def test_options_of_sync_alone_make_no_settings(tmp_path: Path) -> None:
     write_run(tmp_path / "a", discipline="sync", reduce="sum", gradients=20)
     write_run(tmp_path / "b", discipline="bounded", gradients=20)
-    grid = grid_of(tmp_path)
+    grid = findings_of(tmp_path)
     assert len(grid.settings) == 1 and grid.variants == ["sync, sum", "bounded:1"]
 
 
@@ -363,8 +366,8 @@ def test_runs_that_did_not_finish_are_listed_and_not_counted(tmp_path: Path) -> 
     engine = tmp_path / "failed" / "events" / "engine.jsonl"
     end = json.loads(engine.read_text())
     engine.write_text(json.dumps({**end, "reason": "the loss became nan"}) + "\n")
-    grid = grid_of(tmp_path)
-    assert sum(len(cell.runs) for cell in grid.cells) == 12
+    grid = findings_of(tmp_path)
+    assert sum(len(cell.runs) for cell in grid.groups) == 12
     document = describe_runs(grid.runs, None)
     assert "1 did not finish" in document.lead
     last = document.sections[-1].tables[0]

@@ -1,11 +1,10 @@
 """Training in one process, from the configuration to the run's folder."""
 
-import contextlib
 import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from helpers import (
     toy_model,
     toy_recipe,
 )
+from scripted import ScriptedServer, run_master
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -30,10 +30,10 @@ from offbeat.config import DISCIPLINES
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
 from offbeat.events import EventLog, read_events
 from offbeat.optim import Optimizer
-from offbeat.roles.master import Master, Status
+from offbeat.roles.master import Status
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder
-from offbeat.transport.base import CallEnd, Header, Network
+from offbeat.transport.base import Header
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 
 OPTIMIZERS = {
@@ -670,74 +670,10 @@ def test_a_recipe_is_checked_where_it_is_made(fields: dict[str, Any], message: s
         toy_recipe(**fields)
 
 
-class ScriptedServer(CallEnd):
-    """Answers the master's wishes with the versions that a test gives."""
-
-    def __init__(self, versions: list[int]) -> None:
-        self.versions = versions
-        self.version = 0
-        self.asked: list[int] = []
-        self.reason = ""
-
-    def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
-        match message["ask"]:
-            case "status":
-                done = [0] if not self.versions else []
-                status = {"version": self.version, "epoch": 0, "loaded": True, "finished": done}
-                status |= {"present": [], "awaited": []}
-                return {**status, "ready": bool(self.asked), "staleness": []}, {}
-            case "want":
-                self.asked.append(message["version"])
-            case "take":
-                if self.versions:
-                    self.version = self.versions.pop(0)
-                return {"version": self.version, "applied": {}}, {"params": torch.zeros(26)}
-            case "finish":
-                self.reason = message["reason"]
-        return {}, {}
-
-    def close(self) -> None:
-        pass
-
-
-class ScriptedNetwork(Network):
-    def __init__(self, servers: list[ScriptedServer]) -> None:
-        self.servers = servers
-
-    def connect(self, *args: Any) -> Any:
-        raise AssertionError
-
-    def connect_for_calls(self, shard: int, *args: Any) -> CallEnd:
-        return self.servers[shard]
-
-
-def run_master(
-    folder: RunFolder,
-    servers: list[ScriptedServer],
-    watch: Callable[[Sequence[Status]], None] = lambda statuses: None,
-    **options: Any,
-) -> str:
-    folder.checkpoints.mkdir()
-    job = toy_job(servers=len(servers), workers=1, **options)
-    with contextlib.closing(EventLog(folder.path / "master.jsonl")) as events:
-        master = Master(
-            job,
-            ScriptedNetwork(servers),
-            folder,
-            job.make_model(),
-            events=events,
-            log=logging.Logger("test"),
-            clock=lambda: 0.0,
-            stop=threading.Event(),
-            watch=watch,
-        )
-        return master.run()
-
-
 def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_path: Path) -> None:
     servers = [ScriptedServer([0, 10, 21, 40]), ScriptedServer([0, 11, 20, 40])]
     folder = RunFolder(tmp_path)
-    assert run_master(folder, servers, eval_every=10) == "finished"
+    assert run_master(folder, toy_job(servers=2, workers=1, eval_every=10), servers) == "finished"
     names = sorted(path.name for path in folder.checkpoints.iterdir())
     assert names == ["00000000", "00000040"]
     assert servers[0].asked == servers[1].asked == [0, 10, 20, 30, 0]
@@ -751,7 +687,7 @@ def test_a_master_that_fails_lets_the_servers_go(tmp_path: Path) -> None:
         raise RuntimeError("the pen broke")
 
     with pytest.raises(RuntimeError, match="the pen broke"):
-        run_master(RunFolder(tmp_path), servers, watch)
+        run_master(RunFolder(tmp_path), toy_job(servers=2, workers=1), servers, watch)
     for server in servers:
         assert server.reason.startswith("the master failed: RuntimeError: the pen broke")
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.errors import RunDirError
-from offbeat.report.many_runs import describe_runs, shortened
+from offbeat.report.groups import shortened
+from offbeat.report.many_runs import describe_runs
 from offbeat.report.markdown import write_markdown
 from offbeat.report.one_run import describe_run
 from offbeat.report.page import write_page
