@@ -131,7 +131,7 @@ class _Pair:
         self._num_done = 0
 
     def close(self) -> None:
-        self._link.close(finished=True)
+        self._link.close()
 
     def time_round(self) -> tuple[float, float]:
         """Mean seconds of an exchange and of two copies. They take turns, so that neither finds
@@ -203,7 +203,7 @@ def _open_server(listener: Listener, num_elements: int) -> Iterator[EventLog]:
     server.start()
     try:
         params = torch.zeros(num_elements)
-        server.load(ShardState(version=0, tensors={"params": params}, applied={}))
+        server.load(ShardState(version=0, tensors={"params": params}, accounts={}))
         yield events
     finally:
         server.close()
@@ -331,7 +331,10 @@ class _NoServer(base.WorkerEnd):
     def beat(self) -> None:
         pass
 
-    def close(self, *, finished: bool = False) -> None:
+    def finish(self, sequence: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 

@@ -21,9 +21,12 @@ from torch import Tensor
 
 from offbeat.errors import CheckpointError
 from offbeat.flat import Manifest
+from offbeat.ledger import Accounts, accounts_from, accounts_to_json, joined
 from offbeat.shard import ShardState, partition, tensors_in
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Of the first one every gradient up to the last that was in counts as applied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +77,16 @@ class Checkpoint:
                 ShardState(
                     version=max(s.version for s in self.shards),
                     tensors=tensors,
-                    applied=self.applied(),
+                    accounts=joined(s.accounts for s in self.shards),
                 )
             )
         return tuple(shards)
 
     def applied(self) -> dict[int, tuple[int, int]]:
-        """Each worker's last gradient that is in some shard."""
-        last: dict[int, tuple[int, int]] = {}
-        for shard in self.shards:
-            for worker, at in shard.applied.items():
-                last[worker] = max(at, last.get(worker, at))
-        return last
+        """Each worker's last gradient that is settled in some shard, as (incarnation, sequence):
+        where it goes on."""
+        accounts = joined(shard.accounts for shard in self.shards)
+        return {worker: (a.incarnation, a.sequence) for worker, a in accounts.items()}
 
     def _steps_by_tensor(self, slices: list[tuple[int, int]]) -> Tensor | None:
         """How often each tensor was stepped; of one that lies in several shards the most."""
@@ -142,7 +143,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if _sha256(text) != _read(path / "manifest.sha256").decode(errors="replace"):
         raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 is wrong")
     described = json.loads(text)
-    if described["format"] != FORMAT:
+    if described["format"] not in READABLE:
         raise CheckpointError(f"{path} is of format {described['format']}; this reads {FORMAT}")
     contents = {}
     for name, digest in described["files"].items():
@@ -154,7 +155,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ShardState(
             version=entry["version"],
             tensors=contents[f"shard-{k}.safetensors"],
-            applied={int(worker): (i, s) for worker, (i, s) in entry["applied"].items()},
+            accounts=_accounts(entry),
         )
         for k, entry in enumerate(described["shards"])
     )
@@ -207,11 +208,20 @@ def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, A
     return {
         "format": FORMAT,
         "version": checkpoint.version,
-        "shards": [{"version": s.version, "applied": s.applied} for s in checkpoint.shards],
+        "shards": [
+            {"version": s.version, "accounts": accounts_to_json(s.accounts)}
+            for s in checkpoint.shards
+        ],
         "plan": checkpoint.plan,
         "files": dict(digests),
         "manifest": checkpoint.manifest.to_json(),
     }
+
+
+def _accounts(entry: Mapping[str, Any]) -> Accounts:
+    if "accounts" in entry:
+        return accounts_from(entry["accounts"])
+    return accounts_from({worker: [i, s, s] for worker, (i, s) in entry["applied"].items()})
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -102,7 +102,9 @@ def _train(known: argparse.Namespace) -> int:
     config = make_config(from_file, given)  # what is wrong with the flags shows before torch loads
     with _signals_as_ctrl_c():
         from offbeat.api import resume_config, train_config
+        from offbeat.checkpoint import list_checkpoints
         from offbeat.progress import say
+        from offbeat.rundir import RunFolder
 
         if known.resume is not None:
             result = resume_config(Path(known.resume), given)
@@ -111,10 +113,10 @@ def _train(known: argparse.Namespace) -> int:
     for line in _result_lines(result.summary):
         say(line)
     if result.interrupted:
-        print(
-            f"offbeat: interrupted; go on with: offbeat train --resume {result.run_dir}",
-            file=sys.stderr,
-        )
+        how = f"; go on with: offbeat train --resume {result.run_dir}"
+        if not list_checkpoints(RunFolder(result.run_dir).checkpoints):
+            how = " before the first checkpoint: there is nothing to go on from"
+        print(f"offbeat: interrupted{how}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -287,7 +289,7 @@ def _role_of_engine(known: argparse.Namespace) -> int:
 
         config, _ = RunFolder(Path(known.run_dir)).read_config()
         run_role(config, known.role, getattr(known, "index", 0), control)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also a KeyboardInterrupt, which here is the recipe's own
         control.fail(error)
         if isinstance(error, OffbeatError):
             raise

@@ -10,11 +10,11 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
            exchange_s
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
-           only the connection broke), version, seen_version, lost (how many of its gradients that
-           server had taken in and did not have any more), at_s
+           only the connection broke), version, seen_version, at_s
     score  by the evaluator: version, metric, count, at_s
     run    phase: start, restart (role, index, reason) and end (status, reason) by the engine;
-           checkpoint (version) by the master; load (shard, epoch, version) by a server; at_s
+           checkpoint (version) and books (shards: version and accounts, as in the last
+           checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server; at_s
 
 Times are seconds since the run's start, on a clock that never goes back.
 """

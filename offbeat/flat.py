@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import ModelError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change of what travels between worker and server."""
 MOST_KNOWN = 4
 """Sets of gradient slots whose layout is remembered; a worker has two, used in turn."""

@@ -166,7 +166,7 @@ class Job:
         if index == 0:
             model.write_buffers(floats, ints)
             tensors |= {"floats": floats, "ints": ints}
-        return ShardState(version=0, tensors=tensors, applied={})
+        return ShardState(version=0, tensors=tensors, accounts={})
 
     def make_discipline(self) -> Discipline:
         config = self.config

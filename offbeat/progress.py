@@ -28,6 +28,8 @@ class Status:
     metric_name: str
     score: tuple[int, float] | None
     """The version that was scored last, and the metric it got."""
+    waits_for: str = ""
+    """Before the first gradient: what it takes."""
 
 
 def say(line: str) -> None:
@@ -135,6 +137,8 @@ class _Rates:
 
 def figures(status: Status, rates: tuple[float, float] | None, *, brief: bool = False) -> list[str]:
     """The numbers worth showing, each with its name; `brief` fits them into 80 columns."""
+    if not status.num_gradients and status.waits_for:
+        return [f"waiting for {status.waits_for}"]
     shown = []
     if rates is not None:
         gradients, examples = ("grad/s", "ex/s") if brief else ("gradients/s", "examples/s")

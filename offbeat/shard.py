@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.flat import Manifest
+from offbeat.ledger import Accounts, Ledger, copied
 from offbeat.optim import Optimizer, Schedule, constant
 
 
@@ -40,8 +41,8 @@ class ShardState:
 
     version: int
     tensors: dict[str, Tensor]
-    applied: dict[int, tuple[int, int]]
-    """The (incarnation, sequence) of each worker's last gradient that is in."""
+    accounts: Accounts
+    """What became of each worker's gradients up to here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +121,7 @@ class Shard:
         self.fused = fused
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
-        self.applied: dict[int, tuple[int, int]] = {}
-        """The (incarnation, sequence) of each worker's last gradient that is in."""
-        self._claimed: dict[int, tuple[int, int]] = {}
+        self.ledger = Ledger()
         self.updaters: list[Updater] = []
         self._first_version = 0
         self._optimizer_state: dict[str, Tensor] = {}
@@ -147,7 +146,7 @@ class Shard:
         }
         self._first_version = state.version
         self.tickets = itertools.count(state.version + 1)
-        self.applied = dict(state.applied)
+        self.ledger.load(state.accounts)
 
     @property
     def version(self) -> int:
@@ -173,20 +172,6 @@ class Shard:
         self.updaters.append(updater)
         return updater
 
-    def admit(self, worker: int) -> int:
-        """A worker comes, and nothing of it is under way: whatever it pushed before is in, or will
-        never be. Returns the sequence of its last gradient that is in."""
-        incarnation, sequence = self.applied.get(worker, (-1, 0))
-        self._claimed[worker] = (incarnation, sequence)
-        return sequence
-
-    def claim(self, worker: int, incarnation: int, sequence: int) -> bool:
-        """Whether this push is new; from now on it is not. Called by one thread per worker."""
-        if (incarnation, sequence) <= self._claimed.get(worker, (-1, -1)):
-            return False
-        self._claimed[worker] = (incarnation, sequence)
-        return True
-
     def read(self, params: Tensor, floats: Tensor, ints: Tensor) -> tuple[int, bool]:
         """Copy the parameters and buffers out; returns their version, and whether they mix
         versions.
@@ -202,7 +187,7 @@ class Shard:
         return version, self.version_begun > version
 
     def state(self) -> ShardState:
-        """A copy of everything. Lock-free, it may hold more than its version says."""
+        """A copy of everything; taken while no update is under way."""
         version = self.version
         state = {"params": self.params.clone()}
         if self.ema is not None:
@@ -215,7 +200,7 @@ class Shard:
             state.update(self.updaters[0].optimizer_state())
         else:
             state.update({f"optimizer.{k}": v.clone() for k, v in self._optimizer_state.items()})
-        return ShardState(version=version, tensors=state, applied=dict(self.applied))
+        return ShardState(version=version, tensors=state, accounts=copied(self.ledger.accounts))
 
 
 class Updater:

@@ -171,7 +171,7 @@ class Rig:
             **(server_options or {}),
         )
         self.server.start()
-        state = ShardState(version=0, tensors={"params": torch.zeros(total)}, applied={})
+        state = ShardState(version=0, tensors={"params": torch.zeros(total)}, accounts={})
         self.server.load(state)
 
     def join(self, worker: int, fingerprint: str = "same", incarnation: int = 0) -> Hand:

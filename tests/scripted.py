@@ -36,7 +36,7 @@ class ScriptedServer(CallEnd):
             case "take":
                 if self.versions:
                     self.version = self.versions.pop(0)
-                return {"version": self.version, "applied": {}}, {"params": torch.zeros(26)}
+                return {"version": self.version, "accounts": {}}, {"params": torch.zeros(26)}
             case "finish":
                 self.reason = message["reason"]
         return {}, {}

@@ -18,6 +18,7 @@ from offbeat.checkpoint import (
 )
 from offbeat.errors import CheckpointError
 from offbeat.flat import FlatModel
+from offbeat.ledger import Account
 from offbeat.optim import BY_NAME
 from offbeat.shard import Gradient, Shard, ShardState, partition, segments_of
 
@@ -40,7 +41,8 @@ def make_checkpoint(version: int = 12, num_shards: int = 2, ema: bool = True) ->
             tensors["ema"] = flat.params[lo:hi] * 2
         if k == 0:
             tensors |= {"floats": floats, "ints": ints}
-        shards.append(ShardState(version=version + k, tensors=tensors, applied={0: (1, 5)}))
+        accounts = {0: Account(1, 5, applied=3, dropped=1, lost=1)}
+        shards.append(ShardState(version=version + k, tensors=tensors, accounts=accounts))
     return Checkpoint(
         version=version, manifest=flat.manifest, shards=tuple(shards), frozen=flat.frozen()
     )
@@ -52,7 +54,8 @@ def test_what_was_saved_is_loaded_and_fits_the_model(tmp_path: Path) -> None:
     assert path == tmp_path / "00000012"
     loaded = load_checkpoint(path)
     assert loaded.manifest == saved.manifest
-    assert [(s.version, s.applied) for s in loaded.shards] == [(12, {0: (1, 5)}), (13, {0: (1, 5)})]
+    accounts = {0: Account(1, 5, applied=3, dropped=1, lost=1)}
+    assert [(s.version, s.accounts) for s in loaded.shards] == [(12, accounts), (13, accounts)]
     module = small_model()
     expected = {k: v.clone() for k, v in module.state_dict().items()}
     with torch.no_grad():
@@ -178,10 +181,11 @@ def test_recutting_keeps_each_workers_last_gradient_and_the_newest_version() -> 
     states = []
     for k, (lo, hi) in enumerate(partition(flat.manifest.num_elements, 2)):
         tensors = {"params": torch.zeros(hi - lo)}
-        applied = {0: (0, 10 - k), 1: (k, 3)}
-        states.append(ShardState(version=5 + k, tensors=tensors, applied=applied))
+        accounts = {0: Account(0, 10 - k, applied=10 - k), 1: Account(k, 3, applied=3)}
+        states.append(ShardState(version=5 + k, tensors=tensors, accounts=accounts))
     made = Checkpoint(version=5, manifest=flat.manifest, shards=tuple(states), frozen={})
     (one,) = made.recut(1)
     assert one.version == 6
-    assert one.applied == {0: (0, 10), 1: (1, 3)}
+    assert one.accounts == {0: Account(0, 10, applied=10), 1: Account(1, 3, applied=3)}
+    assert made.applied() == {0: (0, 10), 1: (1, 3)}
     assert made.recut(2) == made.shards

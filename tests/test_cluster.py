@@ -379,7 +379,7 @@ def test_nonsense_in_a_call_is_its_senders_affair(tmp_path: Path) -> None:
         wait_until(lambda: any("serving from" in x for x in made.servers[0].lines), "it serves")
         for message in (
             {"ask": "dinner"},
-            {"ask": "load", "state": {}, "finished": []},
+            {"ask": "load", "state": {}},
             {"ask": "configure"},
             {},
         ):

@@ -28,6 +28,7 @@ from offbeat.engines.cluster import MasterNetwork, Reach, _CollectingEnd
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
 from offbeat.hosts import TF_VARIABLE, Hosts
 from offbeat.job import make_job
+from offbeat.ledger import Account
 from offbeat.roles import remote
 from offbeat.roles.door import Door
 from offbeat.roles.evaluator import Evaluator
@@ -62,10 +63,11 @@ def configure(made: Cluster, epoch: int = 0, **options: Any) -> tuple[Door, dict
     return door, message
 
 
-def load(door: Door, applied: dict[int, tuple[int, int]]) -> None:
+def load(door: Door, settled: dict[int, tuple[int, int]]) -> None:
     assert door._run is not None
     job = door._run.job
-    state = dataclasses.replace(job.initial_state(0, job.make_model()), applied=applied)
+    accounts = {worker: Account(*at) for worker, at in settled.items()}
+    state = dataclasses.replace(job.initial_state(0, job.make_model()), accounts=accounts)
     door._run.server.load(state)
 
 
@@ -491,22 +493,26 @@ def test_a_shards_schedule_is_as_long_as_the_run() -> None:
     assert elastic.total_updates_after(half_way) == elastic.budget, "whoever made the first half"
 
 
-def test_a_server_that_is_loaded_does_not_wait_for_those_who_are_through(tmp_path: Path) -> None:
+def test_a_server_does_not_wait_for_those_who_are_through_but_stays_with_them(
+    tmp_path: Path,
+) -> None:
     with rig(tmp_path, "sync", 2) as made:
-        state = dataclasses.replace(made.snapshot(), version=7)
-        made.server.loaded.clear()  # as one that was started anew
-        made.shard.updaters.clear()
-        made.server.load(state, [1])
-        hand = made.join(0)
+        hand, through = made.join_all(2)
         hand.push(1.0)
-        assert hand.reply().reply_version == 8
-        assert made.server.finished() == [1]
+        through.exchange(1.0)
+        assert hand.reply().reply_version == 1
+        hand.push(1.0)
+        through.link.finish(1)
+        assert hand.reply().reply_version == 2
+        assert made.server.finished() == [1] and made.server.present() == [0, 1]
+        through.sequence = 0  # it does again what another server lost
+        assert through.exchange(1.0).status == "duplicate"
         hand.link.close()
 
 
 def test_a_worker_that_was_through_and_comes_again_is_not(tmp_path: Path) -> None:
     with rig(tmp_path, "apply-reply", 1) as made:
-        made.join(0).link.close(finished=True)
+        made.join(0).link.finish(0)
         wait_until(lambda: made.server.finished() == [0], "it is through")
         again = made.join(0, incarnation=1)
         assert made.server.finished() == []
@@ -618,7 +624,6 @@ def test_an_elastic_run_is_over_when_its_updates_are_in_and_not_before(tmp_path:
         pass  # it is only asked what it thinks of the servers
 
     def is_done(first: int, second: int, present: set[int], finished: set[int]) -> bool:
-        master._finished = set(finished)
         return master._is_done(
             [
                 Status(

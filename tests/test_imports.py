@@ -26,7 +26,7 @@ LAYERS = [
     ["control"],
     ["report"],
     ["hosts", "grid"],
-    ["config", "errors", "events", "version"],
+    ["config", "errors", "events", "ledger", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 

@@ -10,6 +10,7 @@ from rig import TRANSPORTS, Hand, Rig, in_threads, rig, wait_until
 
 from offbeat import SGD
 from offbeat.errors import ConnectionClosedError
+from offbeat.ledger import Account
 
 LOCKED = ["sync", "apply-reply", "reply-apply", "bounded"]
 
@@ -199,7 +200,7 @@ def test_a_snapshot_is_taken_at_the_version_asked_for(tmp_path: Path) -> None:
         assert r.is_ready()
         snapshot = r.take()
         assert (snapshot.version, snapshot.tensors["params"].tolist()) == (3, [-3] * 4)
-        assert snapshot.applied == {0: (0, 3)}
+        assert snapshot.accounts == {0: Account(0, 3, applied=3)}
         assert not r.is_ready()
 
 
@@ -421,10 +422,11 @@ def test_a_snapshot_knows_what_is_applied_rather_than_what_has_come(tmp_path: Pa
         hands = r.join_all(2)
         hands[0].push(1.0)
         assert not hands[0].has_reply()
-        assert r.snapshot().applied == {}
+        assert r.snapshot().accounts == {}
         hands[1].push(1.0)
         hands[0].reply()
-        assert r.snapshot().applied == {0: (0, 1), 1: (0, 1)}
+        one = Account(0, 1, applied=1)
+        assert r.snapshot().accounts == {0: one, 1: one}
         hands[1].reply()
         hands[0].push(1.0)
         wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")
@@ -445,7 +447,7 @@ def test_a_worker_that_comes_again_takes_the_place_of_its_former_self(
         again = r.join(0, incarnation=1)
         with pytest.raises(ConnectionClosedError, match="took this one's place"):
             first.reply()
-        assert again.link.welcome.applied_sequence == 0
+        assert again.link.welcome.settled_sequence == 0
         again.push(1.0)
         other.push(3.0)
         assert [again.reply().reply_version, other.reply().reply_version] == [1, 1]
@@ -463,7 +465,7 @@ def test_a_welcome_tells_what_of_the_worker_is_in(tmp_path: Path) -> None:
             hand.exchange(1.0)
         hand.link.close()
         again = r.join(0)
-        assert again.link.welcome.applied_sequence == 3
+        assert again.link.welcome.settled_sequence == 3
         again.sequence = 2
         assert again.exchange(1.0).status == "duplicate", "it is in already"
         assert again.exchange(1.0).status == "applied"
@@ -515,7 +517,8 @@ def test_a_push_of_another_epoch_is_refused_and_answered(tmp_path: Path) -> None
 def test_finished_workers_are_counted_and_others_are_not(tmp_path: Path) -> None:
     with rig(tmp_path, "apply-reply", 3) as r:
         hands = r.join_all(3)
-        hands[0].link.close(finished=True)
+        hands[0].link.finish(0)
+        hands[0].link.close()
         hands[1].link.close()
         wait_until(lambda: len(r.server._sessions) == 1, "two have left")
         status, _ = r.server.answer({"ask": "status"}, {})

@@ -12,6 +12,7 @@ from torch import nn
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop, cosine, step_decay
 from offbeat.errors import ConfigError
 from offbeat.flat import FlatModel
+from offbeat.ledger import Account
 from offbeat.optim import BY_NAME, Optimizer, constant
 from offbeat.shard import Gradient, Shard, Updater, partition, segments_of, usable
 
@@ -228,17 +229,6 @@ def test_buffers_take_the_mean_of_a_round_the_latest_alone_and_the_largest_integ
     assert (shard.floats.tolist(), shard.ints.tolist()) == ([7, 7], [5])
 
 
-def test_each_push_can_be_claimed_once() -> None:
-    shard, _ = toy_shard()
-    assert shard.claim(worker=0, incarnation=0, sequence=1)
-    assert not shard.claim(0, 0, 1)
-    assert shard.claim(1, 0, 1), "another worker's"
-    assert shard.claim(0, 0, 2)
-    assert not shard.claim(0, 0, 1), "an old one, sent again"
-    assert shard.claim(0, 1, 1), "a new incarnation counts from the beginning"
-    assert not shard.claim(0, 0, 3), "the old incarnation is over"
-
-
 def test_partition_is_disjoint_complete_and_balanced() -> None:
     for size in (1, 7, 100, 1_068_298):
         for count in (1, 2, 3, 7):
@@ -303,9 +293,9 @@ def test_a_shard_that_is_loaded_goes_on_with_the_same_bits(
     updater = first.make_updater(shared=shared)
     for index, values in enumerate(before):
         updater.apply([Gradient(values, mask if index == 1 else None)])
-    first.applied[3] = (1, 4)
+    first.ledger.settle(3, 1, 1, "applied")
     second.load(first.state())
-    assert second.version == 4 and second.applied == {3: (1, 4)}
+    assert second.version == 4 and second.ledger.accounts == {3: Account(1, 1, applied=1)}
     again = second.state()
     assert again.version == 4
     assert_states_equal(again.tensors, first.state().tensors)

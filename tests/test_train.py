@@ -26,7 +26,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 import offbeat
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
+from offbeat.checkpoint import newest_checkpoint
 from offbeat.config import DISCIPLINES
+from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
 from offbeat.events import EventLog, read_events
 from offbeat.optim import Optimizer
@@ -319,7 +321,8 @@ def test_the_final_checkpoint_counts_every_push(run_dir: Path) -> None:
     (path,) = (run_dir / "checkpoints").iterdir()
     manifest = json.loads((path / "manifest.json").read_text())
     assert [s["version"] for s in manifest["shards"]] == [48, 48]
-    assert manifest["shards"][0]["applied"] == {str(w): [0, 16] for w in range(3)}
+    counts = [0, 16, 16, 0, 0, 0]  # incarnation, sequence; applied, dropped, rejected, lost
+    assert manifest["shards"][0]["accounts"] == {str(w): counts for w in range(3)}
 
 
 def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -469,23 +472,42 @@ def test_load_gives_the_newest_weights_of_a_run(run_dir: Path) -> None:
         offbeat.load(run_dir / "nowhere")
 
 
-def test_ctrl_c_keeps_what_was_learned(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offbeat.engines.inproc import InprocEngine
-
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run in threads gets a Ctrl-C when its workers are well under way."""
     original = InprocEngine._status
-    calls = {"n": 0}
+    done: list[bool] = []
 
     def interrupt(self: InprocEngine) -> Any:
-        calls["n"] += 1
-        if calls["n"] == 3:
+        if not done and min(worker.stats.num_steps for worker in self.workers) > 20:
+            done.append(True)
             raise KeyboardInterrupt
         return original(self)
 
     monkeypatch.setattr(InprocEngine, "_status", interrupt)
-    result = train(toy_recipe(), run_dir, discipline="sync", steps=1_000_000)
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_after_ctrl_c_what_was_done_is_what_is_kept(
+    run_dir: Path, interrupted: None, discipline: str
+) -> None:
+    options = {"discipline": discipline, "servers": 2, "workers": 3}
+    result = train(toy_recipe(), run_dir, steps=1_000_000, **options)
     assert result.interrupted
-    assert 0 < result.summary["gradients"] < 2_000_000
-    assert result.state_dict()
+    summary = result.summary
+    kept = newest_checkpoint(run_dir / "checkpoints")
+    steps = [e for e in read_events(run_dir / "events") if e["kind"] == "step"]
+    assert len(steps) == summary["gradients"] > 60
+    assert (summary["lost_updates"], summary["not_kept"]) == (0, 0)
+    for shard, row in zip(kept.shards, summary["kept"], strict=True):
+        assert row["applied"] == row["gradients"] == summary["gradients"]
+        assert row["version"] == shard.version == summary["updates"]
+        assert sum(account.applied for account in shard.accounts.values()) == row["applied"]
+
+    again = offbeat.resume(run_dir, toy_recipe(), steps=len(steps), quiet=True)
+    summary = again.summary
+    assert summary["gradients"] == 3 * len(steps) == summary["kept"][1]["applied"]
+    assert (summary["lost_updates"], summary["not_kept"]) == (0, 0)
 
 
 def test_torchs_generator_and_threads_are_the_callers_own(run_dir: Path) -> None:
@@ -569,7 +591,8 @@ def test_the_last_checkpoint_is_what_the_shards_hold(run_dir: Path, discipline: 
     manifest = json.loads((newest / "manifest.json").read_text())
     total = 10 if discipline == "sync" else 40
     assert [shard["version"] for shard in manifest["shards"]] == [total, total]
-    assert manifest["shards"][0]["applied"] == {str(w): [0, 10] for w in range(4)}
+    counts = [0, 10, 10, 0, 0, 0]
+    assert manifest["shards"][0]["accounts"] == {str(w): counts for w in range(4)}
     scores = [e["version"] for e in read_events(run_dir / "events") if e["kind"] == "score"]
     assert scores[-1] == total and len(set(scores)) == len(scores), "each is scored once"
     assert result.state_dict()

@@ -233,15 +233,40 @@ def test_a_closed_listener_takes_nobody_in_but_keeps_its_connections(
     assert server.receive(T) is not None
 
 
-def test_a_goodbye_says_whether_the_work_is_done(transport: tuple[Listener, Connect]) -> None:
-    for finished in (True, False):
-        worker, server = connected(transport)
-        assert server.is_open() and not server.finished
-        worker.close(finished=finished)
-        with pytest.raises(ConnectionClosedError, match="left"):
-            server.receive(T)
-        assert not server.is_open()
-        assert server.finished == finished
+def test_a_worker_that_is_through_says_so_and_stays(transport: tuple[Listener, Connect]) -> None:
+    worker, server = connected(transport)
+    worker.push(header(1))
+    assert server.receive(T) is not None
+    assert server.finished_at is None
+    worker.finish(1)
+    assert server.receive(T) is None and server.finished_at == 1
+    assert server.is_open()
+    server.close("the run is finished", over=True)
+    with pytest.raises(ConnectionClosedError, match="is finished") as caught:
+        worker.wait_reply(T)
+    assert caught.value.over
+
+
+def test_a_worker_that_leaves_without_a_word_is_not_through(
+    transport: tuple[Listener, Connect],
+) -> None:
+    worker, server = connected(transport)
+    worker.close()
+    with pytest.raises(ConnectionClosedError, match="left"):
+        server.receive(T)
+    assert not server.is_open() and server.finished_at is None
+
+
+def test_a_reply_says_that_it_is_the_last(transport: tuple[Listener, Connect]) -> None:
+    worker, server = connected(transport)
+    for last in (False, True):
+        worker.push(header(1))
+        received = server.receive(T)
+        assert received is not None
+        received.last = last
+        server.send(received)
+        reply = worker.wait_reply(T)
+        assert reply is not None and reply.last == last
 
 
 def test_a_goodbye_says_whether_the_run_is_over(transport: tuple[Listener, Connect]) -> None:

@@ -69,6 +69,8 @@ class InprocEngine:
         self.interrupted = False
         self.failures: list[OffbeatError] = []
         self._give_up = threading.Event()
+        self._over = threading.Event()
+        """Nothing is left for the workers to wait for."""
         self._event_logs: list[EventLog] = []
         self._logs: list[logging.Logger] = []
         self._statuses: Sequence[ServerStatus] = ()
@@ -106,7 +108,7 @@ class InprocEngine:
                 rank,
                 job.make_towers(rank, model),
                 network,
-                stop=self._give_up,
+                stop=self._over,
                 incarnation=incarnation,
                 summaries=of_steps if rank == 0 else None,
                 say=display.notice if rank == 0 else None,
@@ -137,8 +139,9 @@ class InprocEngine:
             self._watch(master.is_alive)
             for server in self.servers:
                 server.close()  # a worker that still trains is told that the run is over
+            self._over.set()  # also where a server is away that could tell them
             if self.interrupted or not self.folder.state.exists():
-                self._give_up.set()  # also where a server is away that could tell them
+                self._give_up.set()
             self._watch(lambda: any(thread.is_alive() for thread in workers))
             if not self.servers:  # rank 0 needed the machine until now
                 evaluator = self._start_evaluator()
@@ -174,6 +177,7 @@ class InprocEngine:
 
     def _end(self, threads_before: int) -> None:
         self.stop.set()
+        self._over.set()
         self._give_up.set()
         for server in self.servers:
             server.close()
@@ -230,7 +234,7 @@ class InprocEngine:
         def run() -> None:
             try:
                 body()
-            except (Exception, SystemExit) as error:  # a user's sys.exit() ends no run well
+            except BaseException as error:  # a user's sys.exit() ends no run well either
                 failed(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
@@ -303,4 +307,5 @@ class InprocEngine:
             staleness=sum(staleness) / len(staleness) if staleness else None,
             metric_name=metric_name(self.job.recipe),
             score=self.evaluator.latest if self.evaluator else None,
+            waits_for="the first gradient" if self.master.opened.is_set() else "the servers",
         )

@@ -36,6 +36,8 @@ REFRESH_S = 0.1
 STOP_TIMEOUT_S = 3.5
 """How long a run that is being stopped may take before what is left of it is killed."""
 KILL_TIMEOUT_S = 10.0
+NUM_NAMES = 4
+"""So many of those that are still starting are named."""
 NUM_LOG_LINES = 5
 """So many of a dead process's last words are shown."""
 
@@ -148,25 +150,38 @@ class LocalEngine:
             if self.interrupted:
                 raise
             self.interrupted = True
-            self.display.notice("stopping: keeping what was learned; Ctrl-C again to give up")
+            if self._has_begun():
+                self.display.notice("stopping: keeping what was learned; Ctrl-C again to give up")
+            else:
+                self.display.notice("stopping: nothing was learned yet")
             self._stop()
 
     def _start_evaluator(self) -> None:
         """Once there is something to score: until then the others have the cores to themselves."""
         evaluator = next((p for p in self.processes if p.role == "evaluator"), None)
-        begun = any(process.total("steps") for process in self.processes)
-        if evaluator and begun and not evaluator.begun and self._deadline_s is None:
+        if evaluator and self._has_begun() and not evaluator.begun and self._deadline_s is None:
             self._start(evaluator)
 
     def _stop(self) -> None:
         """Have the master commit a checkpoint and let the servers go, who tell the workers that the
-        run is over. Without a master there is nothing to wait for."""
+        run is over. Without a master there is nothing to wait for, and before the first step there
+        is nothing to keep: processes that are still starting are not asked."""
         if self._deadline_s is not None:
+            return
+        if not self._has_begun():
+            self._deadline_s = time.monotonic() + KILL_TIMEOUT_S
+            for process in self.processes:
+                if process.running:
+                    process.running.kill()
             return
         self._deadline_s = time.monotonic() + STOP_TIMEOUT_S
         master = self._find("master")
         for process in [master] if master.running else self.processes:
             self._tell_to_stop(process)
+
+    def _has_begun(self) -> bool:
+        """Whether any worker has taken a step."""
+        return any(process.total("steps") for process in self.processes)
 
     def _tell_to_stop(self, process: _Process) -> None:
         if process.line is not None:
@@ -277,7 +292,8 @@ class LocalEngine:
             self._fail(process)
         elif code != 0 and not self._is_over():
             self._died(process, code)
-        if process.role == "master" and self._deadline_s is not None:
+        if process.role == "master" and self._is_over():
+            # a server that died in the last moment has told nobody
             scores_last = self.folder.state.exists()
             for other in self.processes:
                 if other.role != "evaluator" or not scores_last:
@@ -388,7 +404,17 @@ class LocalEngine:
             staleness=sum(staleness) / len(staleness) if staleness else None,
             metric_name=metric_name(self.job.recipe),
             score=(score[0], score[1]) if score else None,
+            waits_for=self._waits_for(),
         )
+
+    def _waits_for(self) -> str:
+        """What it takes until there is a gradient."""
+        needed = [process for process in self.processes if process.role != "evaluator"]
+        starting = [in_words(p.name) for p in needed if not p.status.get("ready")]
+        if not starting:
+            return "the first gradient"
+        more = len(starting) - NUM_NAMES
+        return ", ".join(starting[:NUM_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class _SocketFolder:

@@ -67,7 +67,7 @@ class Run:
 
 def shortened(record: Record) -> Run:
     time_s = record.train_time_s
-    workers = record.workers.values()
+    totals = record.totals()
     return Run(
         folder=record.folder,
         config=record.config,
@@ -75,15 +75,15 @@ def shortened(record: Record) -> Run:
         status=record.status,
         reason=record.reason,
         curve=tuple(record.curve()),
-        gradients=record.gradients,
+        gradients=totals.gradients,
         gradients_per_s=record.full_rate(),
         train_time_s=time_s,
         staleness={rank: record.workers[rank].staleness for rank in record.ranks},
         shares={rank: shares_of(record.workers[rank]) for rank in record.ranks},
-        dropped=sum(w.dropped for w in workers),
-        rejected=sum(w.rejected for w in workers),
+        dropped=totals.dropped,
+        rejected=totals.rejected,
         mixed=record.mixed,
-        lost=record.lost_updates(),
+        lost=totals.lost_updates,
         restarts=len(record.restarts),
         unreadable=record.unreadable,
     )

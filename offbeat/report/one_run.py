@@ -81,16 +81,17 @@ def _lead(record: Record) -> str:
 
 def _figures(record: Record) -> Section:
     stale = staleness_summary(record.staleness)
-    workers = record.workers.values()
+    totals = record.totals()
     rows = [
-        ("gradients", f"{record.gradients:,}"),
-        ("updates of the furthest shard", f"{record.updates:,}"),
+        ("gradients", f"{totals.gradients:,}"),
+        ("updates of the furthest shard", f"{totals.updates:,}"),
         ("examples/s", short(rate(record.examples, record.train_time_s))),
         ("staleness: mean, p95, max", ", ".join(short(stale[k]) for k in ("mean", "p95", "max"))),
-        ("dropped", str(sum(w.dropped for w in workers))),
-        ("rejected", str(sum(w.rejected for w in workers))),
+        ("dropped", str(totals.dropped)),
+        ("rejected", str(totals.rejected)),
         ("replies that mixed versions", f"{record.mixed:,}"),
-        ("updates lost with a server", str(record.lost_updates())),
+        ("updates lost with a server", str(totals.lost_updates)),
+        ("gradients that are in no checkpoint", str(totals.not_kept)),
         ("restarts", ", ".join(f"{who} at {short(s)} s" for s, who in record.restarts) or "0"),
     ]
     options = ("slow_worker", "kill_worker", "lr", "batch_size", "epochs", "steps", "split")

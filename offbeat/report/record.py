@@ -16,6 +16,7 @@ from typing import Any
 
 from offbeat.errors import RunDirError
 from offbeat.events import read_events
+from offbeat.ledger import DROPPED, REJECTED, Accounts, accounts_from
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
 LEAST_TOGETHER = 0.1
@@ -103,6 +104,43 @@ class Score:
 
 
 @dataclass
+class Kept:
+    """One shard of a checkpoint."""
+
+    version: int
+    accounts: Accounts
+
+    def count(self, outcome: str) -> int:
+        return sum(account.counts[outcome] for account in self.accounts.values())
+
+    @property
+    def gradients(self) -> int:
+        return sum(account.gradients for account in self.accounts.values())
+
+    def lost_updates(self, *, in_rounds: bool) -> int:
+        """A round is one update, which all that took part in it have lost; who lost the most has
+        lost a gradient in each of them, if it was there all the time."""
+        lost = [account.lost for account in self.accounts.values()]
+        return max(lost, default=0) if in_rounds else sum(lost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Of a run, over all workers; `gradients` are those that were computed and pushed."""
+
+    gradients: int
+    updates: int
+    """Of the shard that has the most."""
+    dropped: int
+    rejected: int
+    lost_updates: int
+    """Over all shards."""
+    not_kept: int
+    """Gradients that are in no checkpoint: done after the last one, or before a server had to go
+    back to it and then done again."""
+
+
+@dataclass
 class Record:
     """One run. `folder` is only a name for it."""
 
@@ -122,11 +160,9 @@ class Record:
     """When, and who."""
     committed_s: dict[int, float] = field(default_factory=dict)
     """When the checkpoint of each version was there."""
-    loaded: dict[tuple[int, int], int] = field(default_factory=dict)
-    """For each (shard, epoch) the version that it began with."""
-    seen: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """The newest version of a shard that workers had seen when they found its next epoch."""
-    unapplied: Counter[tuple[int, int]] = field(default_factory=Counter)
+    books: list[dict[str, Any]] = field(default_factory=list)
+    """Of each shard what the last checkpoint has: its version, and what became of the gradients
+    that each worker had pushed."""
     unreadable: int = 0
     """Lines that are no events: what a crash of the machine can leave."""
 
@@ -139,8 +175,6 @@ class Record:
             case "score":
                 if event["metric"] is not None:
                     self.scores.append(Score(event["version"], event["metric"], event["at_s"]))
-            case "rejoin":
-                self._add_rejoin(event)
             case "run":
                 self._add_phase(event)
             case "unreadable":
@@ -165,8 +199,8 @@ class Record:
         match event["phase"]:
             case "restart":
                 self.restarts.append((event["at_s"], f"{event['role']} {event['index']}"))
-            case "load":
-                self.loaded[event["shard"], event["epoch"]] = event["version"]
+            case "books":
+                self.books = event["shards"]
             case "checkpoint":
                 self.committed_s[event["version"]] = event["at_s"]
             case "start" if event["at_s"] > self.end_s:  # resumed: what it came to is not known yet
@@ -175,15 +209,6 @@ class Record:
                 self.end_s = event["at_s"]
                 self.status = event["status"]
                 self.reason = event.get("reason")
-
-    def _add_rejoin(self, event: dict[str, Any]) -> None:
-        """A worker found a server again: what it had seen of it, and what of its own was lost. One
-        that lived on lost nothing."""
-        if event.get("former_epoch") == event["epoch"]:
-            return
-        key = event["shard"], event["epoch"]
-        self.seen[key] = max(self.seen[key], event["seen_version"])
-        self.unapplied[key] += event["lost"]
 
     # -- what follows from it ------------------------------------------------------------------
 
@@ -238,15 +263,40 @@ class Record:
             return self.gradients / self.train_time_s if self.train_time_s else None
         return within / (end_s - start_s)
 
-    def lost_updates(self) -> int:
-        """What servers had taken in and lost when they died: told by the versions that workers had
-        seen, and by the gradients that they had been told were in, whichever is more."""
-        lost = 0
-        for key, version in self.seen.items():
-            by_versions = version - self.loaded.get(key, version)
-            by_gradients = 0 if self.config["discipline"] == "sync" else self.unapplied[key]
-            lost += max(by_versions, by_gradients, 0)
-        return lost
+    def kept(self) -> list[Kept]:
+        """What the last checkpoint has of each shard."""
+        return [Kept(s["version"], accounts_from(s["accounts"])) for s in self.books]
+
+    def totals(self) -> "Totals":
+        """What the workers did, and what became of it. Steps are written down by the workers, and
+        what is kept by the master; a process that was killed may have taken its last notes along,
+        so that the larger number is the one that holds."""
+        kept = self.kept()
+        if not kept:
+            return self._totals_without_books()
+        num_kept = max(shard.gradients for shard in kept)
+        gradients = max(self.gradients, num_kept)
+        in_rounds = self.config["discipline"] == "sync"
+        is_over = self.status != "unfinished"
+        return Totals(
+            gradients=gradients,
+            updates=max(shard.version for shard in kept) if is_over else self.updates,
+            dropped=max(shard.count(DROPPED) for shard in kept),
+            rejected=max(shard.count(REJECTED) for shard in kept),
+            lost_updates=sum(shard.lost_updates(in_rounds=in_rounds) for shard in kept),
+            not_kept=gradients - num_kept,
+        )
+
+    def _totals_without_books(self) -> "Totals":
+        """Of a run that came to no checkpoint, or was made before there were any books."""
+        return Totals(
+            gradients=self.gradients,
+            updates=self.updates,
+            dropped=sum(worker.dropped for worker in self.workers.values()),
+            rejected=sum(worker.rejected for worker in self.workers.values()),
+            lost_updates=0,
+            not_kept=0 if self.committed_s else self.gradients,
+        )
 
     def last_score(self) -> Score | None:
         return max(self.scores, key=lambda score: score.version, default=None)

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from offbeat.report.record import PARTS, WorkerRecord, read_run
+from offbeat.ledger import APPLIED, DROPPED, LOST, REJECTED
+from offbeat.report.record import PARTS, Kept, WorkerRecord, read_run
 
 COST_WINDOW = 100
 """`final_cost` is the mean training loss over this many of each worker's last steps."""
@@ -21,6 +22,7 @@ def summarise(path: Path) -> dict[str, Any]:
     last = record.last_score()
     metric = last.metric if last else None
     workers = [record.workers[rank] for rank in record.ranks]
+    totals = record.totals()
     costs = [sum(tail) / len(tail) for w in workers if (tail := w.losses[-COST_WINDOW:])]
     return {
         "recipe": config["recipe"],
@@ -31,12 +33,12 @@ def summarise(path: Path) -> dict[str, Any]:
         "num_workers": config["workers"],
         "seed": config["seed"],
         "status": record.status,
-        "gradients": record.gradients,
-        "updates": record.updates,
+        "gradients": totals.gradients,
+        "updates": totals.updates,
         "total_time_s": max(record.end_s, record.last_s, 0.0),  # one that was killed has no end
         "train_time_s": round(time_s, 6),
         "gradients_per_s": rate(record.gradients, time_s),
-        "updates_per_s": rate(record.updates, time_s),
+        "updates_per_s": rate(totals.updates, time_s),
         "examples_per_s": rate(record.examples, time_s),
         "metric": record.metric,
         "test_accuracy": metric if record.metric == "accuracy" else None,
@@ -44,12 +46,21 @@ def summarise(path: Path) -> dict[str, Any]:
         "final_cost": sum(costs) / len(costs) if costs else None,
         "staleness": staleness_summary(record.staleness),
         "mixed_replies": record.mixed,
-        "dropped": sum(w.dropped for w in workers),
-        "rejected": sum(w.rejected for w in workers),
-        "lost_updates": record.lost_updates(),
+        "dropped": totals.dropped,
+        "rejected": totals.rejected,
+        "lost_updates": totals.lost_updates,
+        "not_kept": totals.not_kept,
+        "kept": [_kept_row(shard) for shard in record.kept()],
         "restarts": len(record.restarts),
         "workers": [_worker_row(rank, record.workers[rank]) for rank in record.ranks],
     }
+
+
+def _kept_row(shard: Kept) -> dict[str, int]:
+    """One shard of the last checkpoint: gradients == applied + dropped + rejected + lost."""
+    outcomes = (APPLIED, DROPPED, REJECTED, LOST)
+    counts = {outcome: shard.count(outcome) for outcome in outcomes}
+    return {"version": shard.version, "gradients": shard.gradients, **counts}
 
 
 def staleness_summary(counts: Counter[int]) -> dict[str, float | int | None]:

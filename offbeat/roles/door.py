@@ -402,8 +402,9 @@ class Door:
                     refused=True,
                 )
             if rank is not None:
-                applied = run.server.shard.applied.get(rank, (-1, 0))[0]
-                before = max(run.given.get(rank, -1), applied, run.server.epoch << 16)
+                account = run.server.shard.ledger.accounts.get(rank)
+                last = account.incarnation if account else -1
+                before = max(run.given.get(rank, -1), last, run.server.epoch << 16)
                 run.given[rank] = before + 1
                 told |= {"rank": rank, "incarnation": before + 1}
         return told
@@ -416,7 +417,7 @@ class Door:
                 "and data of a known length",
                 refused=True,
             )
-        known = [*run.given, *run.server.shard.applied, *run.server.present()]
+        known = [*run.given, *run.server.shard.ledger.accounts, *run.server.present()]
         # who joined before this server was started anew may not be known here
         first = run.job.config.workers + JOINED_PER_EPOCH * run.server.epoch
         return max([first - 1, *known]) + 1

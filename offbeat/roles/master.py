@@ -28,6 +28,7 @@ from offbeat.errors import CheckpointError, ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
 from offbeat.flat import FlatModel
 from offbeat.job import Job
+from offbeat.ledger import accounts_to_json, moved
 from offbeat.roles.server import describe_state, state_from
 from offbeat.rundir import RunFolder
 from offbeat.shard import ShardState
@@ -37,7 +38,7 @@ POLL_S = 0.1
 CALL_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
-"""How long a run that is being stopped waits for a version that all shards have."""
+"""How long a run that is being stopped waits for its workers to end their step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,8 @@ class RemoteServer:
         sets = {key: frozenset(found[key]) for key in ("finished", "present", "awaited")}
         return Status(**{**found, **sets})
 
-    def load(self, state: ShardState, finished: Sequence[int]) -> None:
-        message = {"ask": "load", "state": describe_state(state), "finished": list(finished)}
-        self._call(message, state.tensors)
+    def load(self, state: ShardState) -> None:
+        self._call({"ask": "load", "state": describe_state(state)}, state.tensors)
 
     def want(self, version: int) -> None:
         """Keep a snapshot of the first version from this one on; `status` says when it is ready."""
@@ -82,6 +82,10 @@ class RemoteServer:
     def take(self) -> ShardState:
         """The snapshot that was wanted, and is ready."""
         return state_from(*self._call({"ask": "take"}))
+
+    def drain(self) -> None:
+        """Have every worker leave after the step that it is at."""
+        self._call({"ask": "drain"})
 
     def leave_out(self, workers: Sequence[int]) -> None:
         """Have the server wait no longer for those of these workers that are not there."""
@@ -144,7 +148,7 @@ class Patience:
 
     def look(self, present: Collection[int], finished: Collection[int]) -> None:
         now_s = self._now()
-        self._finished |= set(finished)
+        self._finished = set(finished)
         here = {*present, *finished, 0}
         if not self._has_looked and not here.issuperset(self._ranks):
             missing = [f"worker {rank}" for rank in self._ranks if rank not in here]
@@ -221,7 +225,6 @@ class Master:
         self._watch = watch
         self._patience = patience
         self._connect_timeout_s = connect_timeout_s
-        self._finished: set[int] = set()
         self._last_versions: list[int] = []
         self._wanted: int | None = None
         self._ahead = 1
@@ -230,13 +233,8 @@ class Master:
         try:
             self._open()
             outcome = self._keep_books()
-            try:
-                self._commit_last(outcome)
-            except ConnectionClosedError as error:  # one died at the last moment: once more
-                self.log.warning("%s; looking for the servers again", error)
-                for server in self._servers:
-                    self._status_of(server)
-                self._commit_last(outcome)
+            while not self._commit_last(outcome):  # its workers do again what it lost
+                outcome = self._keep_books()
             self._folder.write_state(outcome, self._newest_name())
             for server in self._servers:
                 self._let_go(server, f"the run is {outcome}")
@@ -258,7 +256,7 @@ class Master:
     def _open(self) -> None:
         statuses = [self._status_of(server) for server in self._servers]
         if not list_checkpoints(self._folder.checkpoints):
-            self._commit(self._snapshots_now())
+            self._commit_if_new(self._snapshots_now())
         else:  # servers that lived on may be ahead of it
             newest = newest_checkpoint(self._folder.checkpoints).recut(len(self._servers))
             self._last_versions = [state.version for state in newest]
@@ -291,9 +289,10 @@ class Master:
         reached = [budget is not None and status.version >= budget for status in statuses]
         if any(reached):  # the others follow, unless nobody is left who could push
             return all(reached) or not present
+        finished = frozenset.intersection(*(status.finished for status in statuses))
         if self._patience is None:
-            return self._finished.issuperset(range(self.job.config.workers))
-        self._patience.look(present, self._finished)
+            return finished.issuperset(range(self.job.config.workers))
+        self._patience.look(present, finished)
         for server, status in zip(self._servers, statuses, strict=True):
             if away := status.awaited & self._patience.given_up():
                 try:
@@ -324,18 +323,33 @@ class Master:
         due = [-(-version // n) * n for n in (config.checkpoint_every, config.eval_every) if n]
         return min(due, default=None)
 
-    def _commit_last(self, outcome: str) -> None:
-        """When all are done the shards stand still. When told to stop they do not: then wait a
-        little for a version that all of them have."""
-        if outcome == "interrupted" and len(self._servers) > 1:
-            deadline_s = time.monotonic() + STOP_TIMEOUT_S
-            for ahead in (0, 1, 2, 4, 8):
-                newest = max(server.status().version for server in self._servers)
-                snapshots = self._snapshots_at(newest + ahead if ahead else 0, deadline_s)
-                if snapshots is not None and _agree(snapshots):
-                    self._commit_if_new(snapshots)
-                    return
-        self._commit_if_new(self._snapshots_now())
+    def _commit_last(self, outcome: str) -> bool:
+        """Keep the shards as they stand in the end. False: a server died at the last moment, and
+        the next look at its status brings it back."""
+        try:
+            if outcome == "interrupted":
+                self._drain()
+            self._commit_if_new(self._snapshots_now())
+        except ConnectionClosedError as error:
+            if outcome == "interrupted":
+                raise
+            self.log.warning("%s; looking for the servers again", error)
+            return False
+        return True
+
+    def _drain(self) -> None:
+        """Have every worker leave after the step that it is at: then all shards have the same
+        gradients, in sync whole rounds, and nothing is done that is not kept. Whoever takes too
+        long for its step has not done it."""
+        for server in self._servers:
+            server.drain()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            statuses = [server.status() for server in self._servers]
+            if not any(status.present - status.finished for status in statuses):
+                return
+            threading.Event().wait(POLL_S / 10)
+        self.log.warning("some workers take long for their last step: going without it")
 
     def _let_go(self, server: RemoteServer, reason: str) -> None:
         if not server.was_reached:
@@ -353,14 +367,12 @@ class Master:
         def ask() -> Status:
             status = server.status()
             if not status.loaded:
-                server.load(self._state_for(server.index), sorted(self._finished))
+                server.load(self._state_for(server.index))
                 self._wanted = None
                 status = server.status()
             return status
 
-        status = keep_trying(ask, self._connect_timeout_s, self._stop)
-        self._finished |= status.finished
-        return status
+        return keep_trying(ask, self._connect_timeout_s, self._stop)
 
     def _state_for(self, index: int) -> ShardState:
         """What a server that comes empty is given: its part of the newest checkpoint."""
@@ -370,19 +382,17 @@ class Master:
         state = checkpoint.recut(len(self.job.slices))[index]
         starts = self.job.starts(checkpoint)
         self.log.info("server %d gets version %d back", index, state.version)
-        return state if starts is None else dataclasses.replace(state, applied=starts)
+        if starts is None:
+            return state
+        return dataclasses.replace(state, accounts=moved(state.accounts, starts))
 
     def _snapshots_now(self) -> list[ShardState]:
-        snapshots = self._snapshots_at(0, time.monotonic() + CALL_TIMEOUT_S)
-        assert snapshots is not None, "version 0 is always there"
-        return snapshots
-
-    def _snapshots_at(self, version: int, deadline_s: float) -> list[ShardState] | None:
         for server in self._servers:
-            server.want(version)
-        while not all(server.status().ready for server in self._servers):
+            server.want(0)
+        deadline_s = time.monotonic() + CALL_TIMEOUT_S
+        while not all(server.status().ready for server in self._servers):  # lock-free: in a moment
             if time.monotonic() > deadline_s:
-                return None
+                raise ConnectionClosedError("a server does not come to take its snapshot")
             threading.Event().wait(POLL_S / 10)
         return [server.take() for server in self._servers]
 
@@ -391,6 +401,10 @@ class Master:
     def _commit_if_new(self, snapshots: Sequence[ShardState]) -> None:
         if [s.version for s in snapshots] != self._last_versions:
             self._commit(snapshots)
+        books = [
+            {"version": s.version, "accounts": accounts_to_json(s.accounts)} for s in snapshots
+        ]
+        self._events.record("run", phase="books", shards=books, at_s=self._clock())
 
     def _try_to_commit(self, snapshots: Sequence[ShardState]) -> None:
         try:

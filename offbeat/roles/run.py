@@ -120,7 +120,10 @@ def _run_ps(means: _Means, index: int) -> None:
         epoch=epoch,
         worker_timeout_s=job.config.worker_timeout,
     )
-    control.status = lambda: {"staleness": _mean(server.recent_staleness)}
+    control.status = lambda: {
+        "ready": server.loaded.is_set(),
+        "staleness": _mean(server.recent_staleness),
+    }
     control.flush = events.flush
     server.start()
     try:
@@ -143,7 +146,7 @@ def _run_worker(means: _Means, index: int) -> None:
     means.control.flush = events.flush
     try:
         worker.run()
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C reaches no role: a KeyboardInterrupt is the recipe's
         raise StepError(worker.step, error) from error
     finally:
         events.close()
@@ -156,9 +159,9 @@ def _run_master(means: _Means, index: int) -> None:
     incarnation = means.cluster.incarnations[0]
     books = EventLog.create(means.folder.events, "master")
     events = EventLog.create(means.folder.events, "worker-0")
-    stop = means.control.stop
+    stop, over = means.control.stop, threading.Event()
     summaries = means.make_summaries()
-    worker = _make_worker(means, 0, incarnation, events, threading.Event(), summaries.of_steps())
+    worker = _make_worker(means, 0, incarnation, events, over, summaries.of_steps())
     master = Master(
         means.job,
         ClusterNetwork(means.folder),
@@ -178,6 +181,8 @@ def _run_master(means: _Means, index: int) -> None:
         except Exception as error:
             means.log.error("the books cannot be kept", exc_info=error)
             failures.append(error)
+        finally:
+            over.set()  # also where a server is away that could say so
 
     def flush() -> None:
         books.flush()
@@ -189,7 +194,7 @@ def _run_master(means: _Means, index: int) -> None:
     thread.start()
     try:
         worker.run()
-    except Exception as error:
+    except BaseException as error:  # as in _run_worker
         failures.append(StepError(worker.step, error))
         stop.set()  # the books end with a checkpoint of what there is
     finally:
@@ -260,7 +265,12 @@ def _make_worker(
 def _progress(worker: Worker) -> dict[str, Any]:
     stats = worker.stats
     loss = stats.loss if math.isfinite(stats.loss) else None
-    return {"steps": stats.num_steps, "examples": stats.num_examples, "loss": loss}
+    return {
+        "ready": worker.has_joined,
+        "steps": stats.num_steps,
+        "examples": stats.num_examples,
+        "loss": loss,
+    }
 
 
 def _mean(values: Any) -> float | None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,20 +27,19 @@ from offbeat.disciplines import Action, Apply, Discipline, Drop, Push, Reply
 from offbeat.errors import ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
 from offbeat.job import disagreement
-from offbeat.roles.acceptor import Acceptor
-from offbeat.shard import Gradient, Shard, ShardState, Updater, usable
-from offbeat.transport.base import (
+from offbeat.ledger import (
     ACCEPTED,
     APPLIED,
     DROPPED,
     DUPLICATE,
     REJECTED,
     STALE,
-    Header,
-    Listener,
-    Message,
-    ServerEnd,
+    accounts_from,
+    accounts_to_json,
 )
+from offbeat.roles.acceptor import Acceptor
+from offbeat.shard import Gradient, Shard, ShardState, Updater, usable
+from offbeat.transport.base import Header, Listener, Message, ServerEnd
 
 POLL_S = 0.2
 """How often a thread that waits for its worker looks whether the server is to stop."""
@@ -98,6 +97,13 @@ class _Session:
     reply_is_made: bool = False
     """But not yet sent."""
     awaits_reply: bool = False
+    is_settled: bool = False
+    """The ledger knows what became of its push."""
+    finished: bool = False
+    """It has said that its work is done, and waits for the end of the run."""
+    applying: threading.Lock = field(default_factory=threading.Lock)
+    """Lock-free, held while its gradient goes in and is written down: by nobody else but who takes
+    a snapshot, for which everybody stands still a moment."""
 
 
 class Server:
@@ -151,6 +157,8 @@ class Server:
         self._taken: ShardState | None = None
         """What the master took last: this server's part of the newest checkpoint."""
         self.stopping = False
+        self._draining = False
+        """Workers are to take no further step."""
         self._ends_run = True
         self.reason = "the server was stopped"
         self._acceptor = Acceptor(listener, self.serve, f"ps-{index}", log) if listener else None
@@ -195,8 +203,8 @@ class Server:
         match message:
             case {"ask": "status"}:
                 return self._status(), {}
-            case {"ask": "load", "state": dict(state), "finished": list(finished)}:
-                self.load(state_from(state, tensors), finished)
+            case {"ask": "load", "state": dict(state)}:
+                self.load(state_from(state, tensors))
                 return {}, {}
             case {"ask": "want", "version": int(version)}:
                 self._want(version)
@@ -205,6 +213,9 @@ class Server:
                 granted = self._taken = self._wish.granted
                 self._wish = _Wish(0)
                 return describe_state(granted), granted.tensors
+            case {"ask": "drain"}:
+                self._draining = True
+                return {}, {}
             case {"ask": "leave_out", "workers": list(workers)}:
                 self._leave_out(workers)
                 return {}, {}
@@ -216,17 +227,14 @@ class Server:
                 return {}, {}
         raise ConnectionClosedError(f"the master asked for something unknown: {message}")
 
-    def load(self, state: ShardState, finished: Sequence[int] = ()) -> None:
-        """Go on from `state`, without the workers that are through with their work."""
+    def load(self, state: ShardState) -> None:
+        """Go on from `state`. Workers that were through come again, and say so."""
         with self._membership, self._lock:
             if self.loaded.is_set():
                 return
             self.shard.load(state)
             if self.discipline.locked:
                 self._shared_updater = self.shard.make_updater()
-            self._finished.update(finished)
-            for worker in finished:
-                self.discipline.on_leave(worker)
             self.loaded.set()
         self._events.record(
             "run", phase="load", shard=self.index, epoch=self.epoch, version=state.version
@@ -288,7 +296,17 @@ class Server:
                 self._wishes.remove(wish)
             except ValueError:
                 continue  # lock-free: another session's thread was quicker
-            wish.granted = self.shard.state()
+            wish.granted = self._snapshot()
+
+    def _snapshot(self) -> ShardState:
+        """The shard and its accounts, with every update in both or in neither."""
+        if self.discipline.locked:
+            return self.shard.state()
+        with contextlib.ExitStack() as standing_still:
+            standing_still.enter_context(self._membership)
+            for session in self._sessions.values():
+                standing_still.enter_context(session.applying)
+            return self.shard.state()
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -340,6 +358,8 @@ class Server:
                 header = end.receive(POLL_S)
                 if header is not None:
                     self._handle(session, header)
+                elif end.finished_at is not None and not session.finished:
+                    self._finish(session, end.finished_at)
                 elif time.monotonic() - end.heard_s > self._worker_timeout_s:
                     raise ConnectionClosedError(
                         f"nothing was heard of worker {worker} for {self._worker_timeout_s:g} s"
@@ -369,7 +389,8 @@ class Server:
                     version,
                     0,
                     reply_version=version,
-                    applied_sequence=self.shard.admit(worker),
+                    settled_sequence=self.shard.ledger.admit(worker),
+                    last=self._draining,
                     epoch=self.epoch,
                     shard=self.index,
                 )
@@ -397,19 +418,26 @@ class Server:
         gone = lambda: former.worker not in self._sessions  # noqa: E731
         return self._membership.wait_for(gone, CLOSE_TIMEOUT_S)
 
+    def _finish(self, session: _Session, sequence: int) -> None:
+        """The worker has done all of its steps: nobody waits for it any more."""
+        session.finished = True
+        with self._membership, self._lock:
+            self.shard.ledger.finish(session.worker, session.incarnation, sequence)
+            self._finished.add(session.worker)
+            self._carry_out(self.discipline.on_leave(session.worker))
+        self._log.info("worker %d finished", session.worker)
+
     def _leave(self, session: _Session) -> None:
         with self._membership:
             try:
-                if not self.stopping:  # a round that a stop cuts off is not closed
+                # a round that a stop cuts off is not closed
+                if not self.stopping and not session.finished:
                     with self._lock:
                         self._carry_out(self.discipline.on_leave(session.worker))
             finally:
                 del self._sessions[session.worker]
-                if session.end.finished:
-                    self._finished.add(session.worker)
                 self._membership.notify_all()
-        how = "finished" if session.end.finished else "left"
-        self._log.info("worker %d %s", session.worker, how)
+        self._log.info("worker %d left", session.worker)
 
     # -- one push ------------------------------------------------------------------------------
 
@@ -435,6 +463,7 @@ class Server:
         session.push = header
         session.fate = _Fate(self._clock())
         session.awaits_reply = True
+        session.is_settled = False
         slot = session.end.gradient_slot(header)
         if header.void or not usable(slot.values):
             session.gradient = None
@@ -450,7 +479,7 @@ class Server:
         if session.push.epoch != self.epoch:
             session.fate.outcome = STALE
             return [Reply(session.worker)]
-        if not self.shard.claim(session.worker, session.incarnation, sequence):
+        if not self.shard.ledger.claim(session.worker, session.incarnation, sequence):
             session.fate.outcome = DUPLICATE
             return [Reply(session.worker)]
         return self.discipline.on_push(Push(session.worker, sequence))
@@ -465,27 +494,41 @@ class Server:
                 self._sessions[action.push.worker].fate.outcome = DROPPED
 
     def _apply(self, sessions: Sequence[_Session]) -> None:
-        """One update out of what these sessions pushed; a refused gradient takes no part in it."""
-        gradients = [s.gradient for s in sessions if s.gradient is not None]
-        if not gradients:
-            return
+        """One update out of what these sessions pushed, and what became of each of them; a refused
+        gradient takes no part in it."""
+        if self.discipline.locked:
+            self._make_update(sessions)
+        else:
+            with sessions[0].applying:
+                self._make_update(sessions)
+        if self._wishes:
+            self._grant_wishes()
+
+    def _make_update(self, sessions: Sequence[_Session]) -> None:
         if self._budget is not None and self.shard.version >= self._budget:
             for session in sessions:  # it was accepted together with the last one
                 session.fate.outcome = DROPPED
+                self._settle(session)
             return
-        version = sessions[0].updater.apply(gradients)
+        gradients = [s.gradient for s in sessions if s.gradient is not None]
+        version = sessions[0].updater.apply(gradients) if gradients else None
         applied_s = self._clock()
         for session in sessions:
-            if session.gradient is not None:
+            if version is not None and session.gradient is not None:
                 fate = session.fate
                 fate.outcome = APPLIED
                 fate.version = version
                 fate.staleness = version - 1 - session.push.base_version
                 fate.applied_s = applied_s
-                self.shard.applied[session.worker] = (session.incarnation, session.push.sequence)
                 self.recent_staleness.append(fate.staleness)
-        if self._wishes:
-            self._grant_wishes()
+            self._settle(session)
+
+    def _settle(self, session: _Session) -> None:
+        if session.is_settled:
+            return
+        session.is_settled = True
+        sequence, outcome = session.push.sequence, session.fate.outcome
+        self.shard.ledger.settle(session.worker, session.incarnation, sequence, outcome)
 
     def _make_reply(self, session: _Session) -> None:
         """Put the newest parameters into the session's slot, and what there is to say into its
@@ -496,8 +539,10 @@ class Server:
             slot.values, slot.floats, slot.ints
         )
         reply.status = session.fate.outcome
-        reply.applied_sequence = self.shard.applied.get(session.worker, (0, 0))[1]
+        if reply.status == DROPPED:  # and answered; one whose worker is gone may come again
+            self._settle(session)
         reply.epoch = self.epoch
+        reply.last = self._draining
         session.reply_is_made = True
         if session.reply_made is not None:
             session.reply_made.notify()
@@ -561,13 +606,12 @@ def _seconds(value: float | None) -> str:
 
 def describe_state(state: ShardState) -> Message:
     """A shard's state as a message; its tensors travel beside it."""
-    applied = {str(worker): list(at) for worker, at in state.applied.items()}
-    return {"version": state.version, "applied": applied}
+    return {"version": state.version, "accounts": accounts_to_json(state.accounts)}
 
 
 def state_from(message: Message, tensors: Mapping[str, Tensor]) -> ShardState:
-    applied = {int(worker): (int(i), int(s)) for worker, (i, s) in message["applied"].items()}
-    return ShardState(version=message["version"], tensors=dict(tensors), applied=applied)
+    accounts = accounts_from(message["accounts"])
+    return ShardState(version=message["version"], tensors=dict(tensors), accounts=accounts)
 
 
 def _cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:

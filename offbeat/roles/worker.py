@@ -1,9 +1,11 @@
 """A worker: it computes gradients of its share of the data, and exchanges each for new parameters.
 
     welcome -> [ loss, gradient -> push to every shard -> prepare the next batch -> await every
-    reply ]*
+    reply ]* -> tell the servers that all is done -> wait for the end of the run
 
-A server that goes away is looked for again, for a while: it may have been started anew. Rank 0 is
+A server that goes away is looked for again, for a while: it may have been started anew. In the
+midst of training the worker goes on with its next step then; one that was through does again what
+the server does not have any more, which is why it stays until the run is over. Rank 0 is
 the master's worker, and does nothing else than the others here. Started by an engine, as
 `offbeat role worker --index 1 --run-dir RUN` or as a thread.
 """
@@ -13,7 +15,6 @@ import math
 import os
 import signal
 import threading
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,29 +24,19 @@ from offbeat.data.batches import Batch, batch_length
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.events import EventLog
 from offbeat.job import Job
+from offbeat.ledger import APPLIED, DROPPED, LOST, REJECTED
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.shard import usable
 from offbeat.summaries import StepSummaries
 from offbeat.towers import Towers
-from offbeat.transport.base import (
-    ACCEPTED,
-    APPLIED,
-    DROPPED,
-    REJECTED,
-    Header,
-    Network,
-    WorkerEnd,
-    keep_trying,
-)
+from offbeat.transport.base import Header, Network, WorkerEnd, keep_trying
 
 POLL_S = 0.2
 """How often a worker that waits for a reply looks whether the run is being stopped."""
 CONNECT_TIMEOUT_S = 120.0
 """How long a server may take to come, or to come back."""
 IDENTITY_CHECK_EVERY = 100
-LOST = "lost"
-"""The outcome of a step whose gradient was under way when a server went away."""
 
 
 @dataclass(slots=True)
@@ -104,32 +95,36 @@ class Worker:
         self._links: list[WorkerEnd] = []
         self._pushed: list[Header] = []
         """What went to each shard last."""
-        self._acknowledged = [array("q") for _ in job.slices]
-        """For each shard the sequences that its server took in, since the last time it came."""
+        self._replies: list[Header] = []
+        """What came from each shard last: a reply, or a welcome."""
         self._seen = [0 for _ in job.slices]
         """The newest version of each shard that this worker was shown."""
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether every server has taken this worker in."""
+        return len(self._replies) == len(self.job.slices)
+
     def run(self) -> None:
         torch.set_num_threads(self.job.config.threads or 1)
-        finished = False
         done = threading.Event()
         beats = threading.Thread(target=self._beat, args=(done,), name="beats", daemon=True)
         beats.start()
         try:
             self._join_all()
-            finished = self._train()
+            while self._train():
+                self._wait_for_end()
         except ConnectionClosedError as error:
             if not error.over and not self._stop.is_set():
                 raise
             self.log.info("%s", error)
         finally:
-            self._events.flush()  # before anybody is told that this worker is through
             done.set()
             beats.join()
             self.towers.unpin()
             for link in self._links:
-                link.close(finished=finished)
-        self.log.info("%s after %d steps", "finished" if finished else "left", self.step - 1)
+                link.close()
+        self.log.info("left after %d steps", self.step - 1)
 
     def _beat(self, done: threading.Event) -> None:
         """Tell every server that this worker is alive: a thread of its own, since a step may take
@@ -143,7 +138,8 @@ class Worker:
     def _join_all(self) -> None:
         for shard in range(len(self.job.slices)):
             self._links.append(self._join(shard))
-        done = max(link.welcome.applied_sequence for link in self._links)
+        self._replies = [link.welcome for link in self._links]
+        done = max(welcome.settled_sequence for welcome in self._replies)
         self.step = done + 1
         if done:
             self.log.info("going on after step %d", done)
@@ -179,8 +175,6 @@ class Worker:
         link = self._join(shard)
         self._links[shard] = link
         welcome = link.welcome
-        lost = [s for s in self._acknowledged[shard] if s > welcome.applied_sequence]
-        self._acknowledged[shard] = array("q")
         self._events.record(
             "rejoin",
             worker=self.rank,
@@ -189,7 +183,6 @@ class Worker:
             former_epoch=former_epoch,
             version=welcome.reply_version,
             seen_version=self._seen[shard],
-            lost=len(lost),
             at_s=self._clock(),
         )
         self.log.warning(
@@ -198,20 +191,54 @@ class Worker:
             welcome.epoch,
             welcome.reply_version,
         )
-        welcome.status = APPLIED if welcome.applied_sequence >= self.step else LOST
+        welcome.status = APPLIED if welcome.settled_sequence >= self.step else LOST
+        self._replies[shard] = welcome
         return welcome
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _wait_for_end(self) -> None:
+        """All steps are done: say so, and wait until the run is over, which a
+        ConnectionClosedError tells. Returns when a server lacks the last steps: it was started
+        anew. Then `step` is where to go on; the other servers answer what they have already."""
+        num_steps = self.step - 1
+        self._events.flush()  # before anybody is told that this worker is through
+        while True:
+            lacking = []
+            for link, reply in zip(self._links, self._replies, strict=True):
+                taken = max(reply.sequence, reply.settled_sequence)
+                if taken >= num_steps:
+                    link.finish(num_steps)
+                else:
+                    lacking.append(taken)
+            if lacking:
+                self.step = max(lacking) + 1
+                self.log.warning("going back to step %d", self.step)
+                return
+            while not sum(self._came_back(shard) for shard in range(len(self._links))):
+                if self._stop.is_set():
+                    raise ConnectionClosedError("told to stop", over=True)
+
+    def _came_back(self, shard: int) -> bool:
+        """Whether another server took the place of one that nothing is expected of any more."""
+        try:
+            self._links[shard].wait_reply(POLL_S)
+        except ConnectionClosedError as error:
+            self._rejoin(shard, error)
+            return True
+        return False
 
     # -- training ------------------------------------------------------------------------------
 
     def _train(self) -> bool:
-        """Returns whether all steps are done."""
+        """Returns whether all steps are done; else this worker was told to stop."""
         self.towers.train()
         batches = self.job.batches(self.rank, self.step - 1, self.towers.first_device)
-        versions = self._take_in([link.welcome for link in self._links])
+        versions = self._take_in(self._replies)
         upcoming = next(batches, None)
         prepare_s = 0.0
         while upcoming is not None:
-            if self._stop.is_set():
+            if self._stop.is_set() or any(reply.last for reply in self._replies):
                 return False
             if self.step == self._dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -226,8 +253,8 @@ class Worker:
             upcoming = next(batches, None)  # prepared while the exchange is under way
             prepared_s = self._clock()
             prepare_s = prepared_s - computed_s
-            replies = [self._await(shard) for shard in range(len(self._links))]
-            versions = self._take_in(replies)
+            self._replies = [self._await(shard) for shard in range(len(self._links))]
+            versions = self._take_in(self._replies)
             self._account(batch, loss)
             if self._say is not None:
                 self._log_step(self._say, epoch, loss, start_s)
@@ -238,7 +265,7 @@ class Worker:
                 epoch,
                 loss,
                 batch_length(batch),
-                _pooled(replies),
+                _pooled(self._replies),
                 start_s,
                 computed_s,
                 prepared_s,
@@ -312,8 +339,6 @@ class Worker:
                 welcome = self._rejoin(shard, error)
                 if not self._push_again(shard, link, welcome):
                     return welcome
-        if reply.status in (ACCEPTED, APPLIED):
-            self._acknowledged[shard].append(reply.sequence)
         return reply
 
     def _push_again(self, shard: int, former: WorkerEnd, welcome: Header) -> bool:

@@ -13,6 +13,7 @@ method says otherwise.
     link.push(header)                              read end.gradient_slot(header)
     header = link.wait_reply(t)                    fill end.reply_slot; end.send(header)
     read link.reply_slot
+    link.finish(sequence)                          end.receive(t) is None; end.finished_at is set
     link.close()                                   end.receive(t) raises ConnectionClosedError
 
 The master asks a server for other things than gradients; that goes over a connection without slots,
@@ -30,14 +31,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import ConnectionClosedError
-
-ACCEPTED = "accepted"
-APPLIED = "applied"
-DROPPED = "dropped"
-REJECTED = "rejected"
-DUPLICATE = "duplicate"
-STALE = "stale"
-STATUSES = (ACCEPTED, APPLIED, DROPPED, REJECTED, DUPLICATE, STALE)
+from offbeat.ledger import ACCEPTED
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two attempts to reach a server; each pause is twice the one before."""
@@ -64,15 +58,17 @@ class Header:
 
     reply_version: int = -1
     status: str = ACCEPTED
-    """What has become of the push: accepted (will be applied), applied, dropped, rejected,
-    duplicate, or stale (meant for an earlier epoch)."""
-    applied_sequence: int = 0
-    """The last of this worker's gradients that is in the shard."""
+    """What has become of the push: one of the ledger's outcomes."""
+    settled_sequence: int = 0
+    """In a welcome: the last of this worker's gradients that the shard knows of, because it is in,
+    or was refused."""
     epoch: int = 0
     """How often the server was started again; both sides refuse what belongs to another one."""
     shard: int = 0
     masked: bool = False
     """Some tensors got no gradient: the slot's mask says which."""
+    last: bool = False
+    """In a reply: the run is being stopped, and the worker is to take no further step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +137,13 @@ class WorkerEnd(ABC):
         """Tell the server that the worker is alive. Called by any thread; never waits."""
 
     @abstractmethod
-    def close(self, *, finished: bool = False) -> None:
-        """Leave; `finished`: with all work done. The server has everything that was pushed. May be
-        called twice."""
+    def finish(self, sequence: int) -> None:
+        """Tell the server that the work is done, and that `sequence` was the last push. The
+        connection stays, and `wait_reply` raises when the run is over."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. The server has everything that was pushed. May be called twice."""
 
 
 class ServerEnd(ABC):
@@ -151,8 +151,8 @@ class ServerEnd(ABC):
 
     heard_s: float
     """When the worker was last heard of, on the monotonic clock."""
-    finished: bool
-    """Whether the worker, when it left, said that its work is done."""
+    finished_at: int | None
+    """The sequence of the worker's last push, once it has said that its work is done."""
 
     @abstractmethod
     def read_hello(self, timeout_s: float) -> Message:
@@ -175,9 +175,9 @@ class ServerEnd(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float) -> Header | None:
-        """The next push, or None when about `timeout_s` have passed. Raises ConnectionClosedError
-        once the worker is gone and everything it pushed has been received; half a push is thrown
-        away."""
+        """The next push, or None when about `timeout_s` have passed or the worker has said that
+        its work is done. Raises ConnectionClosedError once the worker is gone and everything it
+        pushed has been received; half a push is thrown away."""
 
     @abstractmethod
     def gradient_slot(self, header: Header) -> Slot:

@@ -23,7 +23,8 @@ from offbeat.transport.base import (
 )
 
 _Call = tuple[Message, Mapping[str, Tensor]]
-_Mailbox = queue.SimpleQueue[Header | _Call | ConnectionClosedError]
+_Mailbox = queue.SimpleQueue[Header | _Call | int | ConnectionClosedError]
+"""An int is the sequence of the last push of a worker that is through."""
 
 
 class _Channel:
@@ -35,7 +36,6 @@ class _Channel:
         self.heard_s = time.monotonic()
         self.worker_left = False
         self.server_left = False
-        self.worker_finished = False
         if layout is not None:
             self.gradients = (Slot.allocate(layout), Slot.allocate(layout))
             reply = Slot.allocate(layout)
@@ -66,21 +66,23 @@ class InprocWorkerEnd(WorkerEnd):
 
     def wait_reply(self, timeout_s: float) -> Header | None:
         reply = _take(self._channel.to_worker, timeout_s)
-        assert not isinstance(reply, tuple)
+        assert not isinstance(reply, tuple | int)
         return reply
 
     def beat(self) -> None:
         self._channel.heard_s = time.monotonic()
 
-    def close(self, *, finished: bool = False) -> None:
-        if not self._channel.worker_left:
-            self._channel.worker_finished = finished
-            self._channel.worker_left = True
+    def finish(self, sequence: int) -> None:
+        self._channel.to_server.put(sequence)
+
+    def close(self) -> None:
+        self._channel.worker_left = True
         self._channel.to_server.put(ConnectionClosedError("the worker left"))
 
 
 class InprocServerEnd(ServerEnd):
     def __init__(self, channel: _Channel, hello: Message) -> None:
+        self.finished_at: int | None = None
         self._hello = hello
         self._channel = channel
         self._num_received = 0
@@ -88,10 +90,6 @@ class InprocServerEnd(ServerEnd):
     @property
     def heard_s(self) -> float:  # type: ignore[override]
         return self._channel.heard_s
-
-    @property
-    def finished(self) -> bool:  # type: ignore[override]
-        return self._channel.worker_finished
 
     def read_hello(self, timeout_s: float) -> Message:
         return self._hello
@@ -108,6 +106,9 @@ class InprocServerEnd(ServerEnd):
 
     def receive(self, timeout_s: float) -> Header | None:
         header = _take(self._channel.to_server, timeout_s)
+        if isinstance(header, int):
+            self.finished_at = header
+            return None
         assert not isinstance(header, tuple)
         if header is not None:
             self._num_received += 1
@@ -235,7 +236,7 @@ class InprocNetwork(Network):
         return self._listeners[shard].connect_for_calls(hello)
 
 
-def _take(mailbox: _Mailbox, timeout_s: float) -> Header | _Call | None:
+def _take(mailbox: _Mailbox, timeout_s: float) -> Header | _Call | int | None:
     """The next header; a goodbye is left in the box, so that every later call hears it too."""
     try:
         message = mailbox.get(timeout=timeout_s)

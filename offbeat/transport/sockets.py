@@ -44,6 +44,7 @@ from offbeat.transport.wire import (
     ANSWER,
     BEAT,
     CALL,
+    FINISH,
     GOODBYE,
     HELLO,
     MOST_HELLO_BYTES,
@@ -145,8 +146,12 @@ class SocketWorkerEnd(WorkerEnd):
     def beat(self) -> None:
         self._connection.try_to_send(_BEAT)
 
-    def close(self, *, finished: bool = False) -> None:
-        self._connection.close(pack(GOODBYE, flag=finished))
+    def finish(self, sequence: int) -> None:
+        with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
+            self._connection.send(pack(FINISH, Header(0, 0, sequence, 0, 0)))
+
+    def close(self) -> None:
+        self._connection.close(pack(GOODBYE))
 
 
 class SocketServerEnd(ServerEnd):
@@ -156,7 +161,7 @@ class SocketServerEnd(ServerEnd):
         self, connection: Connection, layout: Layout, terms: Terms, *, inline: bool
     ) -> None:
         self.heard_s = time.monotonic()
-        self.finished = False
+        self.finished_at: int | None = None
         self._connection = connection
         self.layout = layout
         self._terms = terms
@@ -206,8 +211,10 @@ class SocketServerEnd(ServerEnd):
                 break
         if frame is None:
             return None
+        if frame.type == FINISH:
+            self.finished_at = frame.header.sequence
+            return None
         if frame.type == GOODBYE:
-            self.finished = frame.flag
             raise self._connection.lost("the worker left")
         expect(self._connection, frame, PUSH)
         self._num_received += 1

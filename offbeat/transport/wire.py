@@ -20,14 +20,16 @@ from torch import Tensor
 
 from offbeat.errors import ConnectionClosedError
 from offbeat.flat import PROTOCOL
-from offbeat.transport.base import STATUSES, Header, Message
+from offbeat.ledger import OUTCOMES
+from offbeat.transport.base import Header, Message
 
 MAGIC = b"OFFB"
 FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
 """magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
-sequence, batch, base version, reply version + 1, applied sequence: 76 bytes."""
+sequence, batch, base version, reply version + 1, settled sequence: 76 bytes."""
 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
+FINISH = 12
 
 MOST_HELLO_BYTES = 1 << 16
 MOST_JSON_BYTES = 1 << 20
@@ -39,10 +41,11 @@ WAKE_S = 0.2
 """A thread that waits for a frame looks up this often."""
 
 _FLAG = 1
-"""In a push: void. In a goodbye: finished, or over."""
+"""In a push: void. In a goodbye: over."""
 _MASKED = 2
+_LAST = 4
 _NO_HEADER = Header(0, 0, 0, 0, 0)
-_STATUS_NUMBERS = {status: number for number, status in enumerate(STATUSES)}
+_STATUS_NUMBERS = {status: number for number, status in enumerate(OUTCOMES)}
 
 Buffer = memoryview | bytes
 
@@ -73,7 +76,7 @@ class Frame:
             batch,
             base_version,
             reply_version,
-            applied_sequence,
+            settled_sequence,
         ) = FORMAT.unpack(raw)
         if magic != MAGIC:
             raise ConnectionClosedError("the other end does not speak Offbeat's protocol")
@@ -82,7 +85,7 @@ class Frame:
                 f"the other end speaks version {protocol} of the protocol, this one {PROTOCOL}",
                 refused=True,
             )
-        if status >= len(STATUSES):
+        if status >= len(OUTCOMES):
             raise ConnectionClosedError(f"the other end sent an unknown status {status}")
         self.flag = bool(flags & _FLAG)
         self.header = Header(
@@ -93,11 +96,12 @@ class Frame:
             batch,
             self.flag,
             reply_version - 1,
-            STATUSES[status],
-            applied_sequence,
+            OUTCOMES[status],
+            settled_sequence,
             epoch,
             shard,
             bool(flags & _MASKED),
+            bool(flags & _LAST),
         )
 
 
@@ -107,7 +111,9 @@ def pack(kind: int, header: Header = _NO_HEADER, length: int = 0, *, flag: bool 
         PROTOCOL,
         kind,
         _STATUS_NUMBERS[header.status],
-        (_FLAG if flag or header.void else 0) | (_MASKED if header.masked else 0),
+        (_FLAG if flag or header.void else 0)
+        | (_MASKED if header.masked else 0)
+        | (_LAST if header.last else 0),
         header.shard,
         header.worker,
         header.incarnation,
@@ -117,7 +123,7 @@ def pack(kind: int, header: Header = _NO_HEADER, length: int = 0, *, flag: bool 
         header.batch,
         header.base_version,
         header.reply_version + 1,
-        header.applied_sequence,
+        header.settled_sequence,
     )
 
 
