@@ -50,11 +50,18 @@ wide = toy_recipe(
 class LocalRun:
     """`offbeat train` in a process of its own, with its output and its roles' processes."""
 
-    def __init__(self, folder: Path, *flags: str, recipe: str = "recipe", run: str = "r") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        recipe: str = "recipe",
+        run: str = "r",
+        source: str = RECIPE_FILE,
+    ) -> None:
         self.folder = folder
         self.run_dir = folder / run
         file = folder / "recipes.py"
-        file.write_text(RECIPE_FILE)
+        file.write_text(source)
         given = list(flags)
         device = () if "--devices" in flags else ("--device", "cpu")
         if "--resume" not in flags:
