@@ -21,6 +21,7 @@ from offbeat.checkpoint import newest_checkpoint, write_weights
 from offbeat.config import TrainConfig, make_config, not_overruled
 from offbeat.control import Control
 from offbeat.engines.cluster import Reach, make_elsewhere
+from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.engines.inproc import InprocEngine
 from offbeat.engines.local import LocalEngine
 from offbeat.errors import CheckpointError, ConfigError, RecipeError
@@ -186,18 +187,20 @@ def train_config(
     recipe: Recipe | None = None,
     reach: Reach | None = None,
     display: MakeDisplay | None = None,
+    forks: ForkServer | None = None,
 ) -> Result:
     """The same, from a configuration that is complete; with `reach`, as the master of a cluster;
-    `display` makes what shows its progress."""
+    `display` makes what shows its progress, `forks` starts the processes."""
     began_s = time.monotonic()
     _check(config, reach)
-    recipe = recipe or load_recipe(config.recipe)
-    job = make_job(config, recipe, elastic=reach is not None)
-    replicas = _make_replicas(job)
-    folder = create_run_folder(job.config)
-    start = _Start(folder, began_s, reach, threads=config.threads, display=display)
-    with folder.locked() as lock:
-        return _run(job, replicas, start, lock=lock, incarnation=0)
+    with fork_server(config.engine, forks) as forks:
+        recipe = recipe or load_recipe(config.recipe)
+        job = make_job(config, recipe, elastic=reach is not None)
+        replicas = _make_replicas(job)
+        folder = create_run_folder(job.config)
+        start = _Start(folder, began_s, reach, forks, threads=config.threads, display=display)
+        with folder.locked() as lock:
+            return _run(job, replicas, start, lock=lock, incarnation=0)
 
 
 def resume_config(
@@ -205,13 +208,14 @@ def resume_config(
     options: Mapping[str, Any],
     recipe: Recipe | None = None,
     reach: Reach | None = None,
+    forks: ForkServer | None = None,
 ) -> Result:
     folder = RunFolder(run_dir)
     before, _ = folder.read_config()
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
     _check(config, reach)
-    with folder.locked() as lock:
+    with folder.locked() as lock, fork_server(config.engine, forks) as forks:
         checkpoint = newest_checkpoint(folder.checkpoints)
         began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
         recipe = recipe or load_recipe(config.recipe)
@@ -220,7 +224,7 @@ def resume_config(
         folder.state.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         threads = config.threads if options.get("threads") is not None else None
-        start = _Start(folder, began_s, reach, threads=threads)
+        start = _Start(folder, began_s, reach, forks, threads=threads)
         return _run(job, replicas, start, lock=lock, incarnation=incarnation)
 
 
@@ -231,6 +235,7 @@ class _Start:
     folder: RunFolder
     began_s: float
     reach: Reach | None
+    forks: ForkServer | None
     threads: int | None
     display: MakeDisplay | None = None
 
@@ -264,7 +269,13 @@ def _run(
     engine: InprocEngine | LocalEngine
     if config.engine == "local":
         engine = LocalEngine(
-            job, folder, display, start.began_s, lock=lock, incarnation=incarnation
+            job,
+            folder,
+            display,
+            start.began_s,
+            lock=lock,
+            forks=start.forks,
+            incarnation=incarnation,
         )
     else:
         elsewhere = None

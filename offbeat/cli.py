@@ -40,6 +40,7 @@ from offbeat.config import (
 )
 from offbeat.control import CONTROL_VARIABLE, Control
 from offbeat.data.catalog import DATASETS, find_dataset
+from offbeat.engines.forkserver import FORK_SERVER, fork_server
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.flags import flag, make_parser, unknown
 from offbeat.hosts import Hosts, Task, find_hosts
@@ -100,16 +101,16 @@ def _train(known: argparse.Namespace) -> int:
         raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
     from_file, given = _read_config(known)
     config = make_config(from_file, given)  # what is wrong with the flags shows before torch loads
-    with _signals_as_ctrl_c():
+    with _signals_as_ctrl_c(), fork_server(config.engine) as forks:  # it imports while we do
         from offbeat.api import resume_config, train_config
         from offbeat.checkpoint import list_checkpoints
         from offbeat.progress import say
         from offbeat.rundir import RunFolder
 
         if known.resume is not None:
-            result = resume_config(Path(known.resume), given)
+            result = resume_config(Path(known.resume), given, forks=forks)
         else:
-            result = train_config(config)
+            result = train_config(config, forks=forks)
     for line in _result_lines(result.summary):
         say(line)
     if result.interrupted:
@@ -129,12 +130,12 @@ def _compare(known: argparse.Namespace) -> int:
     if known.resume and known.out is None:
         raise ConfigError("--resume goes on with a comparison: say in which folder it is (--out)")
     grid.check_grid(asked, Path(known.out or "."))  # shows what is wrong before torch loads
-    with _signals_as_ctrl_c():
+    with _signals_as_ctrl_c(), fork_server(asked.engine) as forks:
         from offbeat.comparing import run_grid
         from offbeat.progress import say
 
         out = Path(known.out) if known.out else None
-        done = run_grid(asked, out, known.target, resume=known.resume)
+        done = run_grid(asked, out, known.target, resume=known.resume, forks=forks)
     for name, reason in done.failed.items():
         print(f"offbeat: {name} failed: {reason}", file=sys.stderr)
     say(f"wrote {done.report}")
@@ -179,7 +180,7 @@ def _eval(known: argparse.Namespace) -> int:
 
 def _role(known: argparse.Namespace) -> int:
     if CONTROL_VARIABLE in os.environ:
-        return _role_of_engine(known)
+        return _fork_server() if known.role == FORK_SERVER else _role_of_engine(known)
     found = _find_hosts(known)
     if found is None:
         return _role_of_engine(known)
@@ -297,6 +298,15 @@ def _role_of_engine(known: argparse.Namespace) -> int:
     finally:
         control.close()
     return 0
+
+
+def _fork_server() -> int:
+    """Another process of an engine's: its children leave it here, and are roles from then on."""
+    from offbeat.engines import forking
+
+    command = forking.serve()
+    forking.at_exit.code = 0 if command is None else main(command)
+    return forking.at_exit.code
 
 
 def _data(known: argparse.Namespace) -> int:

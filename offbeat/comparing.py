@@ -21,6 +21,7 @@ from offbeat.api import Result, named, refuse_recursion, train_config
 from offbeat.checkpoint import prune_checkpoints
 from offbeat.config import TrainConfig
 from offbeat.engines.books import Books
+from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
 from offbeat.grid import Cell, Grid, check_grid, grid_file, make_grid
 from offbeat.progress import Overview, make_overview, minutes
@@ -83,15 +84,17 @@ def run_grid(
     recipe: Recipe | None = None,
     *,
     resume: bool = False,
+    forks: ForkServer | None = None,
 ) -> Comparison:
+    """`forks` starts the processes, of all cells."""
     out = out or _new_folder(grid.recipe)
     configs, left_out = check_grid(grid, out)
     recipe = recipe or load_recipe(grid.recipe)
     _claim(out, resume=resume)
     folder = RunFolder(out)
-    with folder.locked():
+    with folder.locked(), fork_server(grid.engine, forks) as forks:
         folder.write_json(grid_file(out), dataclasses.asdict(grid))
-        return _Comparing(grid, out, configs, recipe).run(left_out, target)
+        return _Comparing(grid, out, configs, recipe, forks).run(left_out, target)
 
 
 def _new_folder(recipe: str) -> Path:
@@ -115,12 +118,18 @@ class _Comparing:
     """The course of a comparison."""
 
     def __init__(
-        self, grid: Grid, out: Path, configs: dict[Cell, TrainConfig], recipe: Recipe
+        self,
+        grid: Grid,
+        out: Path,
+        configs: dict[Cell, TrainConfig],
+        recipe: Recipe,
+        forks: ForkServer | None,
     ) -> None:
         self.grid = grid
         self.out = out
         self.configs = configs
         self.recipe = recipe
+        self.forks = forks
         self.took_s: dict[Cell, float] = {}
         self.summaries: dict[str, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
@@ -170,7 +179,7 @@ class _Comparing:
         began_s = time.monotonic()
         config = self.configs[cell]
         try:
-            result = train_config(config, self.recipe, display=overview.display)
+            result = train_config(config, self.recipe, display=overview.display, forks=self.forks)
             prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
         except OffbeatError as error:
             self.failed[cell.name] = str(error)

@@ -23,8 +23,8 @@ ORPHAN_TIMEOUT_S = 5.0
 class Control:
     """The line between a role's process and the engine that started it: lines of JSON.
 
-    up:    {"status": {...}} several times a second; {"failed": {...}} before a bad end;
-           {"line": "..."} for the user to see
+    up:    {"status": {...}} several times a second, with "left" when it is about to end;
+           {"failed": {...}} before a bad end; {"line": "..."} for the user to see
     down:  {"stop": true}
 
     A thread of its own reports, whatever the rest of the process is busy with.
@@ -57,6 +57,7 @@ class Control:
     def close(self) -> None:
         self._done.set()
         self._thread.join()
+        self._send({"status": {"left": True}})
         self._report()
         if self._line is not None:
             self._line.close()

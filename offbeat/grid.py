@@ -73,6 +73,10 @@ class Grid:
         """How many checkpoints of a run are kept for good."""
         return int(self.options.get("keep", 1))
 
+    @property
+    def engine(self) -> str:
+        return str(self.options.get("engine", TrainConfig.engine))
+
     def cells(self) -> list[Cell]:
         first = int(self.options.get("seed", 0))
         return [

@@ -2,12 +2,16 @@
 
     python -m offbeat role ps|master|worker|evaluator --index I --run-dir RUN
 
+or forked by a process that has imported everything by then, which comes to the same
+(forkserver.py).
+
 Called by the api. It starts them, shows progress, starts again what dies, and ends what has to be
 ended. It takes no part in training. Each process has a line to this one (control.py) and ends by
 itself when that breaks: whatever happens to the engine, nobody is left behind.
 """
 
 import dataclasses
+import io
 import json
 import os
 import secrets
@@ -20,12 +24,13 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from offbeat.cluster import Cluster
 from offbeat.control import CONTROL_VARIABLE, DATA_VARIABLE
 from offbeat.data.shared import share
 from offbeat.engines.books import Books
+from offbeat.engines.forkserver import ForkServer, role_environment
 from offbeat.errors import NonFiniteLossError, OffbeatError, RoleError
 from offbeat.job import Job
 from offbeat.progress import Display, Status
@@ -42,13 +47,20 @@ NUM_LOG_LINES = 5
 """So many of a dead process's last words are shown."""
 
 
+class _Running(Protocol):
+    """A Popen, or what a fork server started."""
+
+    def kill(self) -> None: ...
+    def wait(self, timeout_s: float, /) -> int | None: ...
+
+
 @dataclass(eq=False)
 class _Process:
     """One role: the process that has it now, and what was heard of it."""
 
     role: str
     index: int
-    running: "subprocess.Popen[bytes] | None" = None
+    running: _Running | None = None
     line: socket.socket | None = None
     heard_s: float = 0.0
     unread: bytes = b""
@@ -79,10 +91,11 @@ class LocalEngine:
         began_s: float,
         *,
         lock: int,
+        forks: ForkServer | None,
         incarnation: int = 0,
     ) -> None:
-        """`lock` holds the run's folder, and is passed on to the processes; `incarnation` is new to
-        the run's checkpoints, where there are any."""
+        """`lock` holds the run's folder, and is passed on to the processes; `forks` starts them,
+        and is the caller's; `incarnation` is new to the run's checkpoints, where there are any."""
         self.job = dataclasses.replace(job, train=None, test=None)
         self.folder = folder
         self.display = display
@@ -90,6 +103,7 @@ class LocalEngine:
         self.failures: list[OffbeatError] = []
         self._data = share({"train": job.train, "test": job.test})
         self._lock = lock
+        self._forks = forks
         self._began_s = began_s
         self._key = secrets.token_hex(6)
         self._sockets = _SocketFolder()
@@ -235,22 +249,11 @@ class LocalEngine:
         ours, theirs = socket.socketpair()
         log = self.folder.logs / f"{process.name}.log"
         command = ["role", process.role, "--index", str(process.index)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "PYTHONUNBUFFERED": "1",
-            CONTROL_VARIABLE: str(theirs.fileno()),
-            DATA_VARIABLE: str(self._data),
-        }
-        with theirs, log.open("ab") as output:
-            process.running = subprocess.Popen(
-                [sys.executable, "-m", "offbeat", *command, "--run-dir", str(self.folder.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                pass_fds=(theirs.fileno(), self._data, self._lock),
-                start_new_session=True,  # Ctrl-C is for the engine, which ends them in order
+        command += ["--run-dir", str(self.folder.path)]
+        descriptors = (theirs.fileno(), self._data, self._lock)
+        with theirs, log.open("ab", buffering=0) as output:
+            process.running = self._fork(command, descriptors, output) or self._popen(
+                command, descriptors, output
             )
         process.begun = True
         process.line = ours
@@ -259,6 +262,30 @@ class LocalEngine:
         process.failure = None
         process.silent = False
         self._selector.register(ours, selectors.EVENT_READ, process)
+
+    def _fork(
+        self, command: list[str], descriptors: tuple[int, ...], output: io.FileIO
+    ) -> _Running | None:
+        if self._forks is None:
+            return None
+        found = self._forks.spawn(command, role_environment(), (*descriptors, output.fileno()))
+        if found is None:
+            output.write(f"not forked by the fork server: {self._forks.why_not}\n".encode())
+        return found
+
+    def _popen(
+        self, command: list[str], descriptors: tuple[int, ...], output: io.FileIO
+    ) -> _Running:
+        line, data, _ = descriptors
+        return subprocess.Popen(
+            [sys.executable, "-m", "offbeat", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=role_environment() | {CONTROL_VARIABLE: str(line), DATA_VARIABLE: str(data)},
+            pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C is for the engine, which ends them in order
+        )
 
     def _listen(self, process: _Process) -> None:
         assert process.line is not None
@@ -286,6 +313,8 @@ class LocalEngine:
         except subprocess.TimeoutExpired:
             process.running.kill()
             code = process.running.wait(KILL_TIMEOUT_S)
+        if code is None and process.status.get("left"):
+            code = 0
         process.running = None
         self._hang_up(process)
         if process.failure is not None:
@@ -315,8 +344,8 @@ class LocalEngine:
         if process.role != "evaluator":  # which nobody depends on
             self._stop()
 
-    def _died(self, process: _Process, code: int) -> None:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    def _died(self, process: _Process, code: int | None) -> None:
+        how = _how(code)
         if process.silent:
             how = f"was silent for {self.job.config.worker_timeout:g} s"
         who = in_words(process.name)
@@ -434,6 +463,12 @@ class _SocketFolder:
             for path in self._folder.iterdir():
                 path.unlink()
             self._folder.rmdir()
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "is gone, as is the fork server that would know why"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
 
 
 def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
