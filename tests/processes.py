@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +130,29 @@ class LocalRun:
 
 def find_processes(run_dir: Path, role: str = "") -> list[int]:
     pattern = rf"offbeat role {role or '.*'}.*--run-dir {re.escape(str(run_dir))}$"
-    found = []
+    return [pid for pid, _, command in processes() if re.search(pattern, command)]
+
+
+def children(what: str, of: int | None = None) -> list[int]:
+    """The processes that one has started (by default this one) and whose command line ends so, the
+    latest last."""
+    parent = os.getpid() if of is None else of
+    return sorted(
+        pid for pid, by, command in processes() if by == parent and command.endswith(what)
+    )
+
+
+def processes() -> Iterator[tuple[int, int, str]]:
+    """Each process's number, its parent's, and its command line."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 command = (entry / "cmdline").read_bytes().decode().replace("\0", " ").strip()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue  # it ended while we looked
-            if re.search(pattern, command) and state != "Z":
-                found.append(int(entry.name))
-    return found
+            if state != "Z":
+                yield int(entry.name), int(parent), command
 
 
 def leftovers(run_dir: Path) -> list[str]:

@@ -143,7 +143,7 @@ class ForkServer:
                     return message
             self._lose("it died")
         except OSError as error:
-            self._lose(f"it does not answer: {error}")
+            self._lose(f"it does not answer: {error.strerror or error}")
         return {}
 
     def _lose(self, why_not: str) -> None:
