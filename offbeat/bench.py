@@ -40,6 +40,7 @@ from offbeat.config import TrainConfig, make_config
 from offbeat.control import DATA_VARIABLE, REPORT_EVERY_S, Control
 from offbeat.data.shared import open_shared, share
 from offbeat.disciplines import make_discipline
+from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConnectionClosedError, RunError
 from offbeat.events import EventLog, read_events
 from offbeat.job import Facts, Job, make_job, rejoin_job
@@ -181,7 +182,7 @@ def _joined(transport: str, size: float) -> Iterator[_Pair]:
             deadline_s = time.monotonic() + TIMEOUT_S
             while not folder.cluster.exists():
                 if child.poll() is not None or time.monotonic() > deadline_s:
-                    raise RunError(f"the server does not come: {_last_line(log)}")
+                    raise RunError(f"the server does not come: {last_line(log)}")
                 threading.Event().wait(0.02)
             network = ClusterNetwork(folder)
         yield stack.enter_context(contextlib.closing(_Pair(network, num_elements)))
@@ -221,8 +222,11 @@ def train(
     options |= {"recipe": f"offbeat.bench:{recipe.replace('-', '_')}", "threads": 1}
     options |= {"eval_every": 0, "max_restarts": 0, "quiet": True, "device": "cpu"}
     rates: dict[str, list[float]] = {name: [] for name in (CEILING, *disciplines, DDP)}
-    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
-        rig = _Rig(Path(folder), options, timeout_s=TIMEOUT_S + 10 * seconds)
+    with (
+        fork_server("local") as forks,
+        tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder,
+    ):
+        rig = _Rig(Path(folder), options, forks, timeout_s=TIMEOUT_S + 10 * seconds)
         with contextlib.closing(rig):
             steps = {}
             for name in rates:
@@ -257,9 +261,17 @@ def _rate(times: Sequence[Sequence[float]]) -> float:
 class _Rig:
     """Runs one contender after the other, each in a folder of its own under `folder`."""
 
-    def __init__(self, folder: Path, options: Mapping[str, Any], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: Mapping[str, Any],
+        forks: ForkServer | None,
+        *,
+        timeout_s: float,
+    ) -> None:
         self._folder = folder
         self._options = options
+        self._forks = forks
         self._timeout_s = timeout_s
         self._num_runs = 0
         job = make_job(make_config(options, {"steps": 1}), load_recipe(options["recipe"]))
@@ -277,8 +289,10 @@ class _Rig:
         more: dict[str, Any] = {"steps": steps, "run_dir": str(run_dir)}
         if name in (CEILING, DDP):
             self._run_alone(name, dataclasses.replace(self._config, **more))
-        elif train_config(make_config(self._options, more, {"discipline": name})).interrupted:
-            raise KeyboardInterrupt  # the engine took it for a wish to end that run well
+        else:
+            config = make_config(self._options, more, {"discipline": name})
+            if train_config(config, forks=self._forks).interrupted:
+                raise KeyboardInterrupt  # the engine took it for a wish to end that run well
         times: dict[int, list[float]] = {}
         for event in read_events(RunFolder(run_dir).events):
             if event["kind"] == "step":
@@ -305,7 +319,7 @@ class _Rig:
                     child.wait(deadline_s - time.monotonic())
                 if child.returncode != 0:
                     how = "does not end" if child.returncode is None else "failed"
-                    raise RunError(f"a process of {name} {how}: {_last_line(log)}")
+                    raise RunError(f"a process of {name} {how}: {last_line(log)}")
 
 
 class _NoServer(base.WorkerEnd):
@@ -455,7 +469,7 @@ def _started(
         child.communicate(timeout=TIMEOUT_S)
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
     return (log.read_text(errors="replace").splitlines() or ["it said nothing"])[-1]
 
 

@@ -344,11 +344,12 @@ def _bench(known: argparse.Namespace) -> int:
     if known.json is not None and not Path(known.json).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {known.json}: there is no such folder")
     with _signals_as_ctrl_c():
-        from offbeat import bench, netbench, reportbench
+        from offbeat import bench, netbench, reportbench, startbench
 
         kinds: dict[str, Callable[..., Any]]
         kinds = {"exchange": bench.exchange, "train": bench.train, "norm": bench.norm}
         kinds |= {"network": netbench.network, "report": reportbench.report}
+        kinds |= {"start": startbench.start}
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}
     print(bench.machine())

@@ -315,6 +315,10 @@ def _add_bench_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradients", metavar="N", type=_count, default=10_000, help=of_each)
 
 
+def _add_bench_start(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "workers", _count, ("2", "8"))
+
+
 def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
     text = f"MB each way, one size or several (default: {default})"
     parser.add_argument("--sizes", metavar="MB", type=_several(_size), default=default, help=text)
@@ -359,6 +363,12 @@ BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], N
         "How long a report about many made-up runs takes, and how much memory.",
         3,
         _add_bench_report,
+    ),
+    "start": (
+        "from the command to everybody's first gradient, forked and started anew",
+        "How long a run takes to start, and a worker that died to be replaced.",
+        5,
+        _add_bench_start,
     ),
 }
 """For each: what it is beside, its description, how many rounds, and what adds its own flags."""

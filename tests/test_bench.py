@@ -96,6 +96,22 @@ def test_the_normalisations_are_timed_side_by_side(capsys: pytest.CaptureFixture
     assert lines[2].split()[-2:] == ["1.00", "(1.00..1.00)"]
 
 
+@pytest.mark.slow
+def test_starts_are_timed_forked_and_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    assert main(["bench", "start", "--workers", "2", "--rounds", "1", "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:-1]] == [["2", "forked"], ["2", "anew"]]
+    assert max(map(len, lines)) <= 80
+    forked, anew = json.loads(file.read_text())["rows"]
+    work, back = "all at work, s", "back again, s"
+    assert forked["of anew"]["median"] == forked[work]["median"] / anew[work]["median"]
+    assert anew["of anew"]["median"] == 1.0
+    assert all(0 < row[back]["median"] < row[work]["median"] for row in (forked, anew))
+
+
 def test_networks_are_timed_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
     ["flags"],
-    ["bench", "netbench", "reportbench"],
+    ["bench", "netbench", "reportbench", "startbench"],
     ["byhand", "comparing"],
     ["api"],
     ["engines"],
