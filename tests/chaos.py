@@ -1,8 +1,8 @@
 """Runs whose final parameters count what was applied, and faults drawn at random to befall them.
 
-The oracle: every gradient is one and the learning rate is one, so that after a run each parameter is
-minus the number of gradients that are in its shard. Sums of whole numbers are exact in float32, so
-nothing can hide: a gradient that was applied twice, or is missing without being accounted for, shows.
+The oracle: every gradient is one and the learning rate is one, so that after a run each parameter
+is minus the number of gradients that are in its shard. Sums of whole numbers are exact in float32:
+a gradient that was applied twice, or is missing without being accounted for, shows.
 """
 
 import os

@@ -40,6 +40,9 @@ def failing(model, batch):
         raise KeyError("the sixth batch")
     return cross_entropy(model, batch)
 fails = toy_recipe(loss=failing, epochs=20)
+def interrupting(model, batch):
+    raise KeyboardInterrupt("in a loss")
+interrupts = toy_recipe(loss=interrupting, epochs=20)
 wide = toy_recipe(
     model=lambda: nn.Sequential(nn.Linear(6, 8000), nn.Tanh(), nn.Linear(8000, 3)),
     optimizer=SGD(lr=0.001),

@@ -1,13 +1,12 @@
 """Deaths and halts that overlap, drawn at random, and the books afterwards.
 
-    pytest tests/test_chaos.py -m slow                      # as `make test-all` does
-    CHAOS_RUNS=200 CHAOS_SEED=1000 pytest tests/test_chaos.py -m slow
+pytest tests/test_chaos.py -m slow                      # as `make test-all` does
+CHAOS_RUNS=200 CHAOS_SEED=1000 pytest tests/test_chaos.py -m slow
 """
 
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,6 @@ from chaos import ChaosRun, Fault, Plan, draw_plan
 RUNS = int(os.environ.get("CHAOS_RUNS", "20"))
 FIRST_SEED = int(os.environ.get("CHAOS_SEED", "0"))
 TIMEOUT_S = 90.0
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
 
 
 def assert_books_hold(folder: Path, plan: Plan) -> ChaosRun:

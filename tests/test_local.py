@@ -295,6 +295,58 @@ def test_an_error_in_the_users_code_stops_the_run_with_role_step_and_place(start
     assert leftovers(run.run_dir) == []
 
 
+def test_a_keyboard_interrupt_of_the_recipes_own_is_an_error_like_any_other(start: Start) -> None:
+    run = start(recipe="interrupts")
+    assert run.wait() == 1, run.text()
+    assert "failed at step 1: KeyboardInterrupt: in a loss (recipes.py, line" in run.text()
+    assert leftovers(run.run_dir) == []
+    assert run.summary()["status"] == "failed"
+
+
+# -- the first seconds -----------------------------------------------------------------------------
+
+
+def test_a_run_that_is_stopped_before_its_first_step_says_what_is_true(start: Start) -> None:
+    """The master is held up, so that there is no checkpoint, and nothing to go on from."""
+    run = start("--steps", "100000")
+    run.wait_until(lambda: len(run.pids("master")) == 1, "the master was there")
+    run.kill("master", signal.SIGSTOP)
+    assert not list_checkpoints(run.run_dir / "checkpoints"), "it was stopped in time"
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
+    assert time.monotonic() - began < 5
+    text = run.text()
+    assert "stopping: nothing was learned yet" in text
+    assert "interrupted before the first checkpoint: there is nothing to go on from" in text
+    assert "--resume" not in text and "does not end by itself" not in text
+    assert leftovers(run.run_dir) == []
+
+
+def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_again(start: Start) -> None:
+    run = start("--steps", "60", "--eval-every", "0")
+    assert run.wait() == 0
+    again = start("--resume", str(run.run_dir), "--steps", "100000")
+    again.wait_until(lambda: len(again.pids("master")) == 1, "the master was there")
+    again.process.send_signal(signal.SIGINT)
+    assert again.wait() == 130
+    assert "offbeat train --resume" in again.text(), "there is a checkpoint"
+    assert "does not end by itself" not in again.text()
+    kept = newest_checkpoint(run.run_dir / "checkpoints")
+    assert min(sequence for _, sequence in kept.applied().values()) >= 60
+
+
+def test_a_start_says_what_it_waits_for(start: Start) -> None:
+    run = start("--steps", "100000")
+    run.wait_until(lambda: len(run.pids("ps")) == 1, "the server was there")
+    run.kill("ps", signal.SIGSTOP)
+    run.wait_until(lambda: "waiting for server 0" in run.text(), "it was said")
+    run.kill("ps", signal.SIGCONT)
+    run.wait_for_steps(1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
+
+
 # -- exporting -------------------------------------------------------------------------------------
 
 

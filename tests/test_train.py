@@ -624,6 +624,15 @@ def test_a_schedule_that_fails_in_the_middle_ends_the_run_at_once(
     assert json.loads((run_dir / "summary.json").read_text())["total_time_s"] < 20
 
 
+@pytest.mark.parametrize("place", ["loss", "log_line", "metric"])
+def test_a_keyboard_interrupt_in_the_users_code_is_a_failure(run_dir: Path, place: str) -> None:
+    def interrupting(*arguments: Any) -> Any:
+        raise KeyboardInterrupt("in the recipe")
+
+    with pytest.raises(RoleError, match="KeyboardInterrupt: in the recipe"):
+        train(toy_recipe(**{place: interrupting}), run_dir, log_every=1)
+
+
 def test_sys_exit_in_the_users_code_is_a_failure(run_dir: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         raise SystemExit(3)

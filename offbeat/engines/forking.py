@@ -122,12 +122,11 @@ def _become(order: dict[str, Any], control: int, data: int, lock: int, log: int)
 
 
 def _seed() -> None:
-    """Siblings are not to draw the same numbers; Python's own generator sees to that itself."""
+    """NumPy's generator begins with another seed in every process, and siblings are not to draw the
+    same numbers. Python's own sees to that itself, and torch's begins with the same everywhere."""
     import numpy as np
-    import torch
 
     np.random.seed()
-    torch.default_generator.seed()
 
 
 def _fork() -> dict[str, Any]:

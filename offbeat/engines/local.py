@@ -41,6 +41,7 @@ REFRESH_S = 0.1
 STOP_TIMEOUT_S = 3.5
 """How long a run that is being stopped may take before what is left of it is killed."""
 KILL_TIMEOUT_S = 10.0
+NOT_BEGUN = "stopping: nothing was learned yet"
 NUM_NAMES = 4
 """So many of those that are still starting are named."""
 NUM_LOG_LINES = 5
@@ -138,8 +139,10 @@ class LocalEngine:
             while any(process.running for process in self.processes):
                 self._go_on()
         except KeyboardInterrupt:
+            if self.interrupted:  # the second one: whoever called this is to end as well
+                raise
             self.interrupted = True
-            raise
+            self.display.notice(NOT_BEGUN)
         except OSError as error:
             self.failures.append(RoleError(f"cannot start the processes: {error}"))
         finally:
@@ -167,7 +170,7 @@ class LocalEngine:
             if self._has_begun():
                 self.display.notice("stopping: keeping what was learned; Ctrl-C again to give up")
             else:
-                self.display.notice("stopping: nothing was learned yet")
+                self.display.notice(NOT_BEGUN)
             self._stop()
 
     def _start_evaluator(self) -> None:
