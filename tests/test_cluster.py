@@ -18,6 +18,7 @@ from offbeat.cli import main
 from offbeat.config import DISCIPLINES, make_config
 from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError
 from offbeat.events import read_events
+from offbeat.flat import PROTOCOL
 from offbeat.job import disagreement, make_job
 from offbeat.roles import door, remote
 from offbeat.roles.door import Relay
@@ -290,7 +291,7 @@ def test_a_mismatch_is_refused_with_the_difference_and_the_server_goes_on(tmp_pa
         job = make_job(make_config({"workers": 2, "recipe": "toy:recipe"}), toy_recipe())
         ours = {"worker": 1, "incarnation": 9, **job.agreement}
         for change, message in [
-            ({"protocol": 7}, "the protocol's version is 2 there, 7 here"),
+            ({"protocol": 7}, f"the protocol's version is {PROTOCOL} there, 7 here"),
             ({"num_shards": 3}, "the number of servers is 1 there, 3 here"),
             ({"optimizer": "Nothing()"}, r"the optimizer is .* there, Nothing\(\) here"),
             (
