@@ -22,7 +22,7 @@ from torch import Tensor
 from offbeat.errors import CheckpointError
 from offbeat.flat import Manifest
 from offbeat.ledger import Accounts, accounts_from, accounts_to_json, joined
-from offbeat.shard import ShardState, partition, tensors_in
+from offbeat.shard import PER_SEGMENT, ShardState, partition, tensors_in
 
 FORMAT = 2
 READABLE = (1, 2)
@@ -62,14 +62,14 @@ class Checkpoint:
         whole = {
             key: torch.cat([_over_elements(shard, key) for shard in self.shards])
             for key in {key for shard in self.shards for key in shard.tensors}
-            if key not in ("floats", "ints", _STEP)
+            if key not in ("floats", "ints", *_BY_TENSOR)
         }
-        steps = self._steps_by_tensor(old)
+        by_tensor = self._by_tensor(old)
         shards = []
         for index, (lo, hi) in enumerate(partition(num_elements, num_shards)):
             tensors = {key: value[lo:hi].clone() for key, value in whole.items()}
-            if steps is not None:
-                tensors[_STEP] = steps[tensors_in(self.manifest, lo, hi)].clone()
+            inside = tensors_in(self.manifest, lo, hi)
+            tensors |= {key: values[inside].clone() for key, values in by_tensor.items()}
             if index == 0:
                 first = self.shards[0].tensors
                 tensors |= {key: first[key] for key in ("floats", "ints") if key in first}
@@ -88,24 +88,30 @@ class Checkpoint:
         accounts = joined(shard.accounts for shard in self.shards)
         return {worker: (a.incarnation, a.sequence) for worker, a in accounts.items()}
 
-    def _steps_by_tensor(self, slices: list[tuple[int, int]]) -> Tensor | None:
-        """How often each tensor was stepped; of one that lies in several shards the most."""
-        if not any(_STEP in shard.tensors for shard in self.shards):
-            return None
-        steps = torch.zeros(len(self.manifest.tensors))
+    def _by_tensor(self, slices: list[tuple[int, int]]) -> dict[str, Tensor]:
+        """What the optimizer keeps once per tensor; of one that lies in several shards, as the
+        shard has it in which it was stepped most often."""
+        kept = [key for key in _BY_TENSOR if any(key in shard.tensors for shard in self.shards)]
+        found = {key: torch.zeros(len(self.manifest.tensors)) for key in kept}
+        most = torch.full((len(self.manifest.tensors),), -1.0)
         for shard, (lo, hi) in zip(self.shards, slices, strict=True):
-            inside = tensors_in(self.manifest, lo, hi)
-            counts = shard.tensors.get(_STEP, torch.zeros(len(inside)))
-            steps[inside] = torch.maximum(steps[inside], counts)
-        return steps
+            inside = torch.tensor(tensors_in(self.manifest, lo, hi), dtype=torch.int64)
+            none = torch.zeros(len(inside))
+            steps = next((shard.tensors[key] for key in kept if key in shard.tensors), none)
+            more = steps > most[inside]
+            most[inside[more]] = steps[more]
+            for key, values in found.items():
+                values[inside[more]] = shard.tensors.get(key, none)[more]
+        return found
 
 
-_STEP = "optimizer.step"
+_BY_TENSOR = tuple(f"optimizer.{key}" for key in PER_SEGMENT)
+"""`begun` and `step` come first, of which there is one where there is any."""
 
 
 def _over_elements(shard: ShardState, key: str) -> Tensor:
-    """A number for each parameter; an optimizer that was not stepped yet in this shard has zeros,
-    which is what it would begin with."""
+    """A number for each parameter; an optimizer that was not stepped yet in this shard has
+    zeros."""
     return shard.tensors.get(key, torch.zeros_like(shard.tensors["params"]))
 
 

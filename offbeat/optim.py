@@ -8,18 +8,37 @@ A recipe names one of torch's element-wise optimizers; the servers build it on t
 
 import dataclasses
 import fnmatch
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, nearest
 
 Schedule = Callable[[int, int | None], float]
 """(version, the run's expected number of updates or None) -> what the learning rate is multiplied
 by."""
+
+KINDS = (
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop"),
+    *("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"),
+)
+"""Those of torch's optimizers that treat every element alike, so that a slice is as good as the
+whole."""
+REFUSED = {
+    "Adafactor": "it needs whole matrices, and a server has slices of them",
+    "Muon": "it needs whole matrices, and a server has slices of them",
+    "LBFGS": "it computes the loss several times in a step, which no server can",
+    "SparseAdam": "it takes sparse gradients only, and those that travel are dense",
+}
+NOT_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
+"""How torch computes an update, which is for the servers to say, not what it computes."""
+SCALARS: dict[str, float | None] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": None}
+"""What these optimizers keep once per Parameter, beside what they keep for every element, and what
+it is before the first step; None: the learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +52,34 @@ class Optimizer:
     kind: str
     options: Mapping[str, Any]
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind in REFUSED:
+            raise ConfigError(
+                f"the optimizer {self.kind} cannot be used: {REFUSED[self.kind]}; these work: "
+                f"{', '.join(KINDS)}"
+            )
+        if self.kind not in KINDS:
+            raise ConfigError(f"unknown optimizer {self.kind!r}; {nearest(self.kind, KINDS)}")
+        self._check_names(self.options, "")
+        for pattern, options in self.groups.items():
+            self._check_names(options, f" in the parameter group {pattern!r}")
+
+    def _check_names(self, names: Iterable[str], where: str) -> None:
+        """torch takes any name in a parameter group, and does nothing with those it does not
+        know."""
+        of_torch = inspect.signature(getattr(torch.optim, self.kind)).parameters
+        known = [name for name in of_torch if name not in ("params", *NOT_OPTIONS)]
+        for name in names:
+            if name in NOT_OPTIONS:
+                raise ConfigError(
+                    f"{name}{where} is no option of {self.kind} here: the servers choose how an "
+                    f"update is computed; leave it out (--fused asks for fused kernels)"
+                )
+            if name not in known:
+                raise ConfigError(
+                    f"{self.kind} has no option {name!r}{where}; {nearest(name, known)}"
+                )
 
     def build(
         self, params: Sequence[torch.nn.Parameter], groups: Sequence[int], *, fused: bool = False
@@ -86,11 +133,20 @@ def SGD(
     lr: float = 0.1,
     *,
     momentum: float = 0.0,
+    dampening: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
+    maximize: bool = False,
     groups: Groups | None = None,
 ) -> Optimizer:
-    options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    options = {
+        "lr": lr,
+        "momentum": momentum,
+        "dampening": dampening,
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+    }
     return Optimizer(kind="SGD", options=options, groups=groups or {})
 
 

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from offbeat.flat import Manifest
 from offbeat.ledger import Accounts, Ledger, copied
-from offbeat.optim import Optimizer, Schedule, constant
+from offbeat.optim import SCALARS, Optimizer, Schedule, constant
+
+BEGUN = "begun"
+"""1 where an optimizer that counts no steps has taken its first one: the first is another one than
+the rest (SGD's is not dampened)."""
+PER_SEGMENT = (BEGUN, *SCALARS)
+"""Of an optimizer's state, what there is once for each segment, not for each element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,7 @@ class Updater:
         self.num_finished = 0
         self.stateless = shard.optimizer.is_plain_sgd and not shard.fused
         # splitting later would give lock-free sessions different step counts
-        self.split = (shared and not self.stateless) or _differ(state.get("step"))
+        self.split = (shared and not self.stateless) or _differ(state)
         runs = [[s] for s in shard.segments] if self.split else _runs(shard.segments)
         self.aliases = [_Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
@@ -248,18 +254,21 @@ class Updater:
     def optimizer_state(self) -> dict[str, Tensor]:
         """The state that torch keeps per Parameter, as `optimizer.NAME` over the slice.
 
-        What torch counts per Parameter (`step`) becomes one number per segment; where nothing was
-        stepped yet there are zeros, which is what torch would begin with.
+        What torch keeps once per Parameter, such as `step`, becomes one number per segment; where
+        nothing was stepped yet there are zeros.
         """
         shard = self.shard
+        positions = {segment: index for index, segment in enumerate(shard.segments)}
         state: dict[str, Tensor] = {}
         for alias in self.aliases:
-            for key, value in self.optimizer.state.get(alias.param, {}).items():
-                size = len(shard.segments) if value.dim() == 0 else shard.params.numel()
+            kept = self.optimizer.state.get(alias.param, {})
+            if kept and "step" not in kept:
+                kept = {**kept, BEGUN: torch.tensor(1.0)}
+            for key, value in kept.items():
+                size = len(shard.segments) if key in PER_SEGMENT else shard.params.numel()
                 flat = state.setdefault(f"optimizer.{key}", torch.zeros(size))
-                if value.dim() == 0:
-                    for segment in alias.segments:
-                        flat[shard.segments.index(segment)] = value
+                if key in PER_SEGMENT:
+                    flat[[positions[segment] for segment in alias.segments]] = value
                 else:
                     flat[alias.lo : alias.hi] = value
         return state
@@ -329,21 +338,27 @@ class Updater:
                     self.optimizer.state[part.param][key] = _cut(value, whole, part)
 
     def _restore(self, state: dict[str, Tensor]) -> None:
-        """Put back what `optimizer_state` gave."""
+        """Put back what `optimizer_state` gave. What was not stepped yet torch is to begin by
+        itself: not all of its state begins with zeros."""
         positions = {segment: index for index, segment in enumerate(self.shard.segments)}
+        begun = state.get("step", state.get(BEGUN))
         for alias in self.aliases:
+            position = positions[alias.segments[0]]
+            if begun is not None and not begun[position]:
+                continue
             restored = self.optimizer.state[alias.param]
             for key, value in state.items():
-                if key == "step":
-                    restored[key] = value[positions[alias.segments[0]]].clone()
-                else:
+                if key not in PER_SEGMENT:
                     restored[key] = value[alias.lo : alias.hi].clone()
+                elif key != BEGUN:
+                    restored[key] = value[position].clone()
 
     def _share_state(self) -> None:
         """Use the state of the shard's first updater; the first one makes it, as torch would.
 
         torch makes state in the first step. Several threads must not each make their own, so a step
-        is taken on zeros with zero gradients, which leaves every kind of state as it begins.
+        is taken on zeros with zero gradients, which leaves every kind of state as it begins, but
+        for the scalars. SGD's first step is then dampened as all others are.
         """
         if self.shard.updaters:
             first = self.shard.updaters[0]
@@ -355,11 +370,16 @@ class Updater:
         dry = self._build(dry_aliases)
         for alias in dry_aliases:
             alias.param.grad = torch.zeros_like(alias.param)
+        scale = self.shard.schedule(0, self.shard.total_updates)
+        for group in dry.param_groups:
+            group["lr"] *= scale
         dry.step()
+        lrs = {param: group["lr"] for group in dry.param_groups for param in group["params"]}
         for mine, made in zip(self.aliases, dry_aliases, strict=True):
             state = dry.state[made.param]
-            if "step" in state:
-                state["step"].zero_()
+            for key in SCALARS.keys() & state.keys():
+                initial = SCALARS[key]
+                state[key].fill_(lrs[made.param] if initial is None else initial)
             self.optimizer.state[mine.param] = state
 
 
@@ -378,12 +398,14 @@ def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
     return [list(run) for _, run in itertools.groupby(segments, key=lambda s: s.group)]
 
 
-def _differ(steps: Tensor | None) -> bool:
-    return steps is not None and bool((steps != steps[0]).any())
+def _differ(state: dict[str, Tensor]) -> bool:
+    """Whether the segments' own numbers are not all the same."""
+    kept = [state[key] for key in PER_SEGMENT if key in state]
+    return any(bool((values != values[0]).any()) for values in kept)
 
 
 def _cut(value: Tensor, whole: _Alias, part: _Alias) -> Tensor:
-    """The part's share of a state tensor; a step count is the same for all parts."""
+    """The part's share of a state tensor; a scalar is the same for all parts."""
     mine = value if value.dim() == 0 else value[part.lo - whole.lo : part.hi - whole.lo]
     return mine.clone()
 

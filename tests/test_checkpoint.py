@@ -19,7 +19,7 @@ from offbeat.checkpoint import (
 from offbeat.errors import CheckpointError
 from offbeat.flat import FlatModel
 from offbeat.ledger import Account
-from offbeat.optim import BY_NAME
+from offbeat.optim import BY_NAME, KINDS, Optimizer
 from offbeat.shard import Gradient, Shard, ShardState, partition, segments_of
 
 
@@ -174,6 +174,45 @@ def test_a_checkpoint_can_be_cut_anew_and_back(tmp_path: Path, name: str) -> Non
         assert before.tensors.keys() == after.tensors.keys()
         for key, value in before.tensors.items():
             assert torch.equal(value, after.tensors[key]), key
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dampening"])
+def test_training_goes_on_with_the_same_bits_after_a_cut(kind: str) -> None:
+    """From 2 shards to 3, where one tensor had no gradient so far."""
+    flat = FlatModel(small_model())
+    options = {"lr": 0.01}
+    if kind == "dampening":
+        kind, options = "SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}
+    optimizer = Optimizer(kind=kind, options=options)
+    generator = torch.Generator().manual_seed(2)
+    size = flat.manifest.num_elements
+    before, after = (torch.randn(3, size, generator=generator) for _ in range(2))
+
+    def shards_of(num_shards: int) -> list[Shard]:
+        return [
+            Shard(
+                flat.params[lo:hi].clone(), segments_of(flat.manifest, optimizer, lo, hi), optimizer
+            )
+            for lo, hi in partition(size, num_shards)
+        ]
+
+    def apply(shards: list[Shard], gradients: torch.Tensor, mask: list[bool] | None) -> None:
+        for shard, (lo, hi) in zip(shards, partition(size, len(shards)), strict=True):
+            updater = shard.updaters[0] if shard.updaters else shard.make_updater()
+            for values in gradients:
+                updater.apply([Gradient(values[lo:hi], mask)])
+
+    whole, two, three = shards_of(1), shards_of(2), shards_of(3)
+    mask = [True, False, True, True, True]
+    for shards in (whole, two):
+        apply(shards, before, mask)
+    states = tuple(shard.state() for shard in two)
+    kept = Checkpoint(version=3, manifest=flat.manifest, shards=states, frozen={})
+    for shard, state in zip(three, kept.recut(3), strict=True):
+        shard.load(state)
+    for shards in (whole, three):
+        apply(shards, after, None)
+    assert torch.equal(torch.cat([shard.params for shard in three]), whole[0].params)
 
 
 def test_recutting_keeps_each_workers_last_gradient_and_the_newest_version() -> None:

@@ -31,7 +31,7 @@ from offbeat.config import DISCIPLINES
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
 from offbeat.events import EventLog, read_events
-from offbeat.optim import Optimizer
+from offbeat.optim import KINDS, Optimizer
 from offbeat.roles.master import Status
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder
@@ -74,6 +74,27 @@ def test_one_worker_gives_the_bits_of_a_plain_loop(
     torch.set_num_threads(1)
     module = job.make_model().module
     plain_loop(job, make_plain_optimizer(OPTIMIZERS[name], module), module)
+    assert_same(result.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *(Optimizer(kind=kind, options={"lr": 0.01}) for kind in KINDS),
+        SGD(lr=0.1, momentum=0.9, dampening=0.3, maximize=True),
+    ],
+    ids=[*KINDS, "dampening"],
+)
+def test_other_numbers_of_servers_on_the_way_give_the_bits_too(
+    run_dir: Path, optimizer: Optimizer
+) -> None:
+    recipe = toy_recipe(optimizer=optimizer)
+    train(recipe, run_dir, discipline="apply-reply", workers=1, servers=2, steps=15)
+    result = offbeat.resume(run_dir, recipe, servers=3, steps=30)
+    job = toy_job(recipe, workers=1, steps=30)
+    torch.set_num_threads(1)
+    module = job.make_model().module
+    plain_loop(job, make_plain_optimizer(optimizer, module), module)
     assert_same(result.state_dict(), module.state_dict())
 
 
