@@ -119,7 +119,7 @@ def evaluate(
 
     def scored(version: int, metric: float) -> None:
         scores.append(metric)
-        line = score_line(recipe, metric)
+        line = score_line(job.recipe, metric)
         say(f"version {version}: {line}" if follow else line)
 
     evaluator = Evaluator(

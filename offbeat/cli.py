@@ -384,8 +384,8 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
 
 def _lines(name: str, metric: float | None, time_s: float, cost: float | None) -> list[str]:
     lines = []
-    if metric is not None and name == "accuracy":
-        lines.append(f"Test-Accuracy: {metric:.4f}")
+    if metric is not None and name in ("accuracy", "loss"):
+        lines.append(f"Test-{name.capitalize()}: {metric:.4f}")
     elif metric is not None:
         lines.append(f"Test-Metric: {metric:.4f} ({name})")
     lines.append(f"Total Time: {time_s:.2f}s")

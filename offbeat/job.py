@@ -41,13 +41,15 @@ from offbeat.errors import (
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer
 from offbeat.randomness import make_generator, make_seed
-from offbeat.recipes.base import Recipe
+from offbeat.recipes.base import Recipe, accuracy
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
 
 MOST_MODEL_BYTES = 32_000
 """Of a model's description in a handshake."""
+NUM_LOOKED_AT = 2
+"""Test examples that say which metric fits."""
 NUM_AHEAD = 2
 """Batches that wait in the queue of --feed batching."""
 
@@ -61,6 +63,8 @@ class Facts:
     has_test: bool
     total_updates: int | None
     """How many updates each shard will have seen if nobody drops out; None: not known."""
+    by_loss: bool = False
+    """The recipe has no metric, and is judged by its loss on the test data."""
     elastic: bool = False
     """Workers may come and go: the run ends with its `total_updates`, whoever made them."""
 
@@ -311,7 +315,8 @@ def make_job(
     optimizer.check(fused=config.fused)
     config = _resolve_length(config, recipe)
     find_devices(config.devices or config.device, 0)  # one that is not here is a usage error
-    manifest = describe(_seeded_model(recipe, config.seed))
+    module = _seeded_model(recipe, config.seed)
+    manifest = describe(module)
     _check_groups(optimizer, manifest)
     if config.servers > manifest.num_elements:
         raise ConfigError(
@@ -328,11 +333,14 @@ def make_job(
         raise ConfigError(
             f"{config.workers} workers for {train.num_examples} training examples; lower workers"
         )
+    by_loss = _is_judged_by_loss(recipe, module, test)
+    recipe = recipe.judged(by_loss=by_loss)
     known_length = train.num_examples is not None or config.steps is not None
     facts = Facts(
         num_examples=train.num_examples,
         has_test=test is not None,
         total_updates=None,
+        by_loss=by_loss,
         elastic=elastic
         and known_length
         and config.split == "shared"
@@ -354,7 +362,7 @@ def rejoin_job(
 ) -> Job:
     """The same job in another process. `config` and `facts` are as `make_job` left them; `sources`
     are what is shared of the data, the rest is loaded here; None: no data is needed."""
-    recipe = recipe.fed(config.feed)
+    recipe = recipe.fed(config.feed).judged(by_loss=facts.by_loss)
     job = _cut(config, recipe, describe(_seeded_model(recipe, config.seed)), facts)
     if sources is None:
         return job
@@ -409,6 +417,27 @@ def _load_data(config: TrainConfig, recipe: Recipe) -> tuple[Source, Source | No
         raise RecipeError("the recipe's data(config) must return a pair: training data, test data")
     train, test = loaded
     return make_source(train, "training"), None if test is None else make_source(test, "test")
+
+
+def _is_judged_by_loss(recipe: Recipe, module: nn.Module, test: Source | None) -> bool:
+    """Whether a recipe without a metric is one that accuracy says nothing about, to judge by a few
+    test examples. Where the recipe asks for accuracy that is an error."""
+    if test is None or recipe.metric not in (None, accuracy):
+        return False
+    batch = _from_recipe("data", lambda: next(test.in_order(NUM_LOOKED_AT), None))
+    if batch is None:
+        return False
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            accuracy(module, batch)
+    except RecipeError:
+        if recipe.metric is accuracy:
+            raise
+        return True
+    except Exception:  # a model that a loss calls in another way, or one for another device
+        return recipe.metric is None
+    return False
 
 
 def _seeded_model(recipe: Recipe, seed: int) -> nn.Module:

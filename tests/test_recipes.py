@@ -1,16 +1,19 @@
 """The built-in recipes: their size, their data, and what they reach."""
 
+import dataclasses
 import gzip
+import re
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEFAULT_CONFIG, toy_job
+from helpers import DEFAULT_CONFIG, toy_job, toy_recipe
 from torch.nn import functional as F
 
 import offbeat
 from offbeat.config import make_config
+from offbeat.errors import RecipeError
 from offbeat.recipes import fashion_cnn, mnist_sigmoid
 from offbeat.recipes.base import BUILT_IN, Recipe, load_recipe
 
@@ -22,6 +25,17 @@ def num_parameters(recipe: Recipe) -> int:
 def test_every_built_in_name_leads_to_a_recipe() -> None:
     for name in BUILT_IN:
         assert isinstance(load_recipe(name), Recipe)
+
+
+def test_help_tells_of_every_field() -> None:
+    for field in dataclasses.fields(Recipe):
+        assert re.search(rf"^ +{field.name}: ", Recipe.__doc__ or "", re.MULTILINE), field.name
+
+
+@pytest.mark.parametrize("ema", [1.5, 1.0, 0.0, -0.1, float("nan")])
+def test_a_moving_average_that_would_run_away_is_refused(ema: float) -> None:
+    with pytest.raises(RecipeError, match="between 0 and 1"):
+        toy_recipe(ema=ema)
 
 
 def test_fashion_cnn_has_the_size_and_data_it_claims() -> None:

@@ -331,6 +331,30 @@ def test_which_way_a_metric_is_better_may_be_unknown(tmp_path: Path) -> None:
     assert "cannot be told" in text and "best test" not in text and "soonest" not in text
 
 
+def test_a_lower_loss_is_better_without_a_look_at_the_curves(tmp_path: Path) -> None:
+    for seed in range(SEEDS):
+        for discipline, score in (("sync", 0.5), ("lock-free", 0.9)):
+            name = tmp_path / f"{discipline}-{seed}"
+            write_run(name, discipline=discipline, seed=seed, gradients=20, score=score)
+            change_metric(name, "loss")
+    write_report([tmp_path])
+    text = (tmp_path / "report.md").read_text()
+    assert re.search(r"best test loss.*\n.*\n\| 2 workers, 1 server \| sync: ", text)
+    assert "Training" not in text, "what it does to the loss is no reason"
+
+
+def test_a_run_that_does_not_know_its_metric_changes_no_others(tmp_path: Path) -> None:
+    """One that could not begin, beside one that broke off."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name, gradients=20)
+        (tmp_path / name / "events" / "engine.jsonl").unlink()
+    change_metric(tmp_path / "a", "metric")
+    for events in (tmp_path / "a" / "events").iterdir():
+        events.unlink()
+    write_report([tmp_path])
+    assert "test accuracy" in (tmp_path / "report.md").read_text()
+
+
 @pytest.mark.parametrize("score", [0.1, 0.99, 1e-14])
 def test_runs_that_all_score_the_same_can_be_drawn(tmp_path: Path, score: float) -> None:
     for seed in range(SEEDS):

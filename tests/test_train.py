@@ -274,6 +274,80 @@ def test_another_metric_is_reported_as_such(run_dir: Path) -> None:
     assert result.test_metric is not None and 0 < result.test_metric < 0.5
 
 
+def regression(data: Any, loss: Any, **fields: Any) -> offbeat.Recipe:
+    model = fields.pop("model", lambda: nn.Linear(6, 1))
+    return toy_recipe(model, data=lambda config: (data, data), loss=loss, **fields)
+
+
+def squared(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def test_without_a_metric_a_regression_is_judged_by_its_loss(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.roles.evaluator.BATCH_SIZE", 100)  # the last one has 40
+    x, _ = toy_data()
+    data = x, x.sum(dim=1, keepdim=True).square()
+    recipe = regression(data, squared, model=lambda: nn.Sequential(nn.Linear(6, 1), nn.Dropout()))
+    result = train(recipe, run_dir, workers=1, steps=30)
+    assert result.summary["metric"] == "loss" and result.test_accuracy is None
+    assert json.loads((run_dir / "config.json").read_text())["metric"] == "loss"
+    module = recipe.model().eval()
+    module.load_state_dict(result.state_dict())
+    assert result.test_metric == pytest.approx(squared(module, data).item(), rel=1e-5)
+    assert offbeat.evaluate(run_dir, recipe=recipe) == result.test_metric
+    lines: list[str] = []
+    offbeat.evaluate(run_dir, recipe=recipe, say=lines.append)
+    assert lines == [f"loss = {result.test_metric:.3f}"]
+
+
+def one_logit(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch[0])[:, 0]
+    return nn.functional.binary_cross_entropy_with_logits(logits, (batch[1] > 0).float())
+
+
+def of_dict(model: nn.Module, batch: Any) -> torch.Tensor:
+    return squared(model, (batch["x"], batch["y"][:, None]))
+
+
+def with_weights(model: nn.Module, batch: Any) -> torch.Tensor:
+    return squared(model, (batch[0], batch[1][:, None]))
+
+
+X, Y = toy_data()
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "message"),
+    [
+        ((X, X[:, :1]), squared, r"whole numbers, not float32 \[2, 1\]"),
+        ((X, Y), one_logit, r"a value for each class: labels are int64 \[2\], .* \[2, 1\]"),
+        ({"x": X, "y": Y}, of_dict, r"\(inputs, labels\), not a dict of 2"),
+        ((X, Y, Y), with_weights, r"\(inputs, labels\), not a tuple of 3"),
+    ],
+)
+def test_accuracy_is_for_classes_alone(tmp_path: Path, data: Any, loss: Any, message: str) -> None:
+    result = train(regression(data, loss), tmp_path / "default", workers=1, steps=2)
+    assert result.summary["metric"] == "loss" and result.test_metric is not None
+    with pytest.raises(RecipeError, match=message):
+        train(regression(data, loss, metric=offbeat.accuracy), tmp_path / "asked")
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_model_that_only_its_loss_can_call_is_judged_by_it(run_dir: Path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.layer(x), y)
+
+    recipe = toy_recipe(Pair, loss=lambda model, batch: model(*batch))
+    assert train(recipe, run_dir, workers=1, steps=2).summary["metric"] == "loss"
+
+
 def test_without_test_data_there_is_no_score(run_dir: Path) -> None:
     result = train(toy_recipe(data=lambda config: (toy_data(), None)), run_dir)
     assert result.test_accuracy is None and result.test_metric is None

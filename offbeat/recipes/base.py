@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.config import BATCHING, DIRECT, TrainConfig
+from offbeat.data.batches import batch_length
 from offbeat.errors import OffbeatError, RecipeError, in_a_line, nearest
 from offbeat.optim import SGD, Optimizer, Schedule, constant
 
@@ -31,11 +32,53 @@ BUILT_IN = {
 }
 
 
+Loss = Callable[[nn.Module, Any], Tensor]
+Metric = Callable[[nn.Module, Any], tuple[float, float]]
+
+
 def accuracy(model: nn.Module, batch: Any) -> tuple[float, int]:
-    """How many of a batch (inputs, labels) the model gets right, and of how many."""
+    """How many of a batch (inputs, labels) the model gets right, and of how many. Labels are whole
+    numbers, and the model's outputs have one more dimension, with a value for each class."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise _no_accuracy(
+            f"batches (inputs, labels), not a {type(batch).__name__} of {len(batch)}"
+        )
     inputs, labels = batch
-    right = (model(inputs).argmax(dim=-1) == labels).sum().item()
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        raise _no_accuracy(f"labels that are whole numbers, not {_described(labels)}")
+    outputs = model(inputs)
+    shape = list(outputs.shape) if isinstance(outputs, Tensor) else []
+    if shape[:-1] != list(labels.shape) or shape[-1] < 2:
+        raise _no_accuracy(
+            f"a value for each class: labels are {_described(labels)}, outputs "
+            f"{_described(outputs)}"
+        )
+    right = (outputs.argmax(dim=-1) == labels).sum().item()
     return float(right), labels.numel()
+
+
+def _no_accuracy(needed: str) -> RecipeError:
+    return RecipeError(
+        f"the metric offbeat.accuracy needs {needed}; without a metric a recipe's test loss is "
+        f"reported"
+    )
+
+
+def _described(found: object) -> str:
+    if isinstance(found, Tensor):
+        return f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+    return f"a {type(found).__name__}"
+
+
+def mean_of(mean_loss: Loss) -> Metric:
+    """A loss as a metric: its mean over all examples, so that a small last batch counts for
+    less."""
+
+    def loss(model: nn.Module, batch: Any) -> tuple[float, int]:
+        count = batch_length(batch)
+        return float(mean_loss(model, batch)) * count, count
+
+    return loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,32 +112,40 @@ class Recipe:
 
     A batch is whatever the data is made of: a tuple of tensors for tensors, else what torch's
     default_collate makes of a list of examples.
+
+    model: () -> a new model; called once per worker, with torch's generator seeded the same each
+        time.
+    data: (config) -> the training and the test data: tensors or any torch Dataset; None: nothing to
+        test on.
+    loss: (model, batch) -> the mean loss, to be differentiated.
+    metric: (model, batch) -> a sum and a count; the result is their quotient over all test batches.
+        None: `offbeat.accuracy` where the labels are classes, else the mean of the loss.
+    optimizer: what the servers make updates with, as offbeat.SGD(lr=0.1).
+    schedule: (version, expected number of updates) -> what the learning rate is multiplied by.
+    augment: (training batch, the generator to draw from) -> the batch to train on. On a GPU batch
+        and generator are there, and so is what torch makes in this function, unless it says
+        otherwise.
+    ema: decay of the moving average of the parameters, which is what gets evaluated; None: no
+        average.
+    feed: how batches come to a step where --feed does not say: made when they are needed
+        ("direct"), or by a thread that is a few ahead ("batching").
+    by_feed: what is different under one of the two.
+    log_line: how --log-every words a line.
+    batch_size: examples in a step of one device, where --batch-size does not say.
+    epochs: how often the data is gone through, where neither --epochs nor --steps says.
     """
 
     model: Callable[[], nn.Module]
-    """A new model; called once per worker, with torch's generator seeded the same each time."""
     data: Callable[[TrainConfig], tuple[Any, Any]]
-    """The training and the test data: tensors or any torch Dataset; None: nothing to test on."""
-    loss: Callable[[nn.Module, Any], Tensor]
-    """(model, batch) -> the mean loss, to be differentiated."""
-    metric: Callable[[nn.Module, Any], tuple[float, float]] = accuracy
-    """(model, batch) -> a sum and a count; the result is their quotient over all test batches."""
+    loss: Loss
+    metric: Metric | None = None
     optimizer: Optimizer = field(default_factory=SGD)
     schedule: Schedule = field(default_factory=constant)
-    """(version, expected number of updates) -> what the learning rate is multiplied by."""
     augment: Callable[[Any, torch.Generator], Any] | None = None
-    """(training batch, the generator to draw from) -> the batch to train on. On a GPU batch and
-    generator are there, and so is what torch makes in this function, unless it says otherwise."""
     ema: float | None = None
-    """Decay of the moving average of the parameters, which is what gets evaluated; None: no
-    average."""
     feed: str = DIRECT
-    """How batches come to a step where --feed does not say: made when they are needed, or by a
-    thread that is a few ahead."""
     by_feed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What is different under one of the two."""
     log_line: Callable[[StepLog], str] = log_line
-    """How --log-every words a line."""
     batch_size: int = 100
     epochs: int = 1
 
@@ -103,15 +154,27 @@ class Recipe:
         feed = feed or self.feed
         return replace(self, feed=feed, by_feed={}, **self.by_feed.get(feed, {}))
 
+    def judged(self, *, by_loss: bool) -> "Recipe":
+        """This recipe with the metric that was chosen for it, where it has none of its own."""
+        if self.metric is not None:
+            return self
+        return replace(self, metric=mean_of(self.loss) if by_loss else accuracy)
+
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
             raise RecipeError(
                 "a recipe's model must be a function that makes a new one, as lambda: Net(); every "
                 "worker needs a model of its own"
             )
-        for name in ("model", "data", "loss", "metric", "schedule", "log_line"):
-            if not callable(getattr(self, name)):
+        for name in ("model", "data", "loss", "metric", "schedule", "augment", "log_line"):
+            value = getattr(self, name)
+            if not callable(value) and not (value is None and name in ("metric", "augment")):
                 raise RecipeError(f"a recipe's {name} must be a function")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise RecipeError(
+                f"a recipe's ema must lie between 0 and 1, as 0.999, not be {self.ema!r}; None: no "
+                f"moving average"
+            )
         if not isinstance(self.optimizer, Optimizer):
             raise RecipeError(
                 "a recipe's optimizer must be one of offbeat's, as offbeat.SGD(lr=0.1)"

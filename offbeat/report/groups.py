@@ -25,6 +25,8 @@ NOT_COMPARED = {
     # these make the variant
     *("discipline", "staleness", "backup_workers", "reduce", "round_timeout"),
 }
+HIGHER_IS_BETTER = {"accuracy": True, "loss": False}
+"""Of the metrics that Offbeat itself has."""
 MOST_POINTS = 30
 """Of a mean curve."""
 
@@ -258,13 +260,14 @@ def _varying(configs: list[dict[str, Any]]) -> list[str]:
 def _goal(runs: Sequence[Run], target: float | None) -> Goal:
     """The target where none is given: the highest whole percent that every run reached. Which way
     a metric is better is told by what training does to it."""
-    metric, *others = sorted({run.metric for run in runs})
+    names = {run.metric for run in runs if run.curve}  # one that did not begin may not know its own
+    metric, *others = sorted(names) or [runs[0].metric]
     if others:
         raise RunDirError(
             f"these runs are judged by {metric} and by {', '.join(others)}: report them apart"
         )
     gains = [run.curve[-1][2] - run.curve[0][2] for run in runs if len(run.curve) > 1]
-    most = True if metric == "accuracy" else sum(gains) > 0 if any(gains) else None
+    most = HIGHER_IS_BETTER.get(metric, sum(gains) > 0 if any(gains) else None)
     tops = [max(score for *_, score in run.curve) for run in runs if run.finished and run.curve]
     if most is None:
         target = None  # nobody knows when that is reached

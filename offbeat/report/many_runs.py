@@ -22,6 +22,7 @@ from offbeat.report.document import (
     spelled,
 )
 from offbeat.report.groups import (
+    HIGHER_IS_BETTER,
     Findings,
     Group,
     Run,
@@ -112,7 +113,7 @@ def _winners(findings: Findings) -> Section:
         )
     if goal.most is None:
         text += f" Whether more {goal.metric} is better cannot be told from these runs."
-    elif goal.metric != "accuracy":
+    elif goal.metric not in HIGHER_IS_BETTER:
         way, best = ("raises", "highest") if goal.most else ("lowers", "lowest")
         text += f" Training {way} {goal.metric}, so that the {best} is taken to be the best."
     return Section("Which one?", text, (Table(("", *(c[0] for c in criteria)), rows),))

@@ -140,6 +140,7 @@ def evaluate(
     module: nn.Module, recipe: Recipe, test: Source, device: torch.device = CPU
 ) -> tuple[float, float]:
     """The recipe's metric over all of `test`, each example once; and what it was divided by."""
+    assert recipe.metric is not None, "a job's recipe has one"
     module.eval()
     total = count = 0.0
     with torch.no_grad():
