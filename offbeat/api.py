@@ -60,6 +60,9 @@ class Result:
 
     @property
     def test_metric(self) -> float | None:
+        """NaN where it is no number; None: there is no test data."""
+        if self.summary["metric_is_nan"]:
+            return math.nan
         return cast("float | None", self.summary["test_metric"])
 
     @cached_property

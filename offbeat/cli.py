@@ -378,8 +378,8 @@ _COMMANDS = {
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     """The last lines on the console, as the distributed MNIST seed ends."""
-    name = "accuracy" if summary["test_accuracy"] is not None else summary["metric"]
-    return _lines(name, summary["test_metric"], summary["total_time_s"], summary["final_cost"])
+    metric = math.nan if summary["metric_is_nan"] else summary["test_metric"]
+    return _lines(summary["metric"], metric, summary["total_time_s"], summary["final_cost"])
 
 
 def _lines(name: str, metric: float | None, time_s: float, cost: float | None) -> list[str]:

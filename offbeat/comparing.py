@@ -237,6 +237,6 @@ def _leave_word(config: TrainConfig, recipe: Recipe, error: OffbeatError) -> Non
 def _in_brief(result: Result) -> str:
     summary = result.summary
     parts = [f"{summary['gradients_per_s']:.1f} gradients/s"] if summary["gradients_per_s"] else []
-    if summary["test_metric"] is not None:
-        parts.insert(0, f"test {summary['metric']} {summary['test_metric']:.4f}")
+    if result.test_metric is not None:
+        parts.insert(0, f"test {summary['metric']} {result.test_metric:.4f}")
     return ", ".join([*parts, minutes(summary["total_time_s"])])

@@ -11,7 +11,7 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            exchange_s
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
            only the connection broke), version, seen_version, at_s
-    score  by the evaluator: version, metric, count, at_s
+    score  by the evaluator: version, metric (null: NaN or infinite), count, at_s
     run    phase: start, restart (role, index, reason) and end (status, reason) by the engine;
            checkpoint (version) and books (shards: version and accounts, as in the last
            checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server; at_s

@@ -161,15 +161,17 @@ class _Lines(Display):
         self._total = total
         self._rates = _Rates(total)
         self._next_s = LINE_EVERY_S
-        self._score: tuple[int, float] | None = None
+        self._scored: int | None = None
+        """Which version was scored last, when a line was shown."""
         say(title)
 
     def update(self, status: Status) -> None:
         rates = self._rates.add(status)
-        if status.at_s < self._next_s and status.score == self._score:
+        scored = status.score[0] if status.score else None
+        if status.at_s < self._next_s and scored == self._scored:
             return
         self._next_s = status.at_s + LINE_EVERY_S
-        self._score = status.score
+        self._scored = scored
         done = f"{status.num_gradients}" + (f"/{self._total}" if self._total else "")
         line = ", ".join([f"gradient {done}", *figures(status, rates)])
         say(f"{status.at_s:7.1f} s: {line}")

@@ -1,6 +1,8 @@
 """The command as a person or a script meets it."""
 
+import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import offbeat
 from offbeat.cli import main
 from offbeat.progress import Status, make_display
 
@@ -63,6 +66,40 @@ def test_train_prints_progress_and_ends_with_the_three_lines(
     (run,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-recipes-recipe-bounded-2", run.name)
     assert json.loads((run / "config.json").read_text())["config"]["seed"] == 4
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "line"),
+    [
+        ("accuracy", 0.5, "Test-Accuracy: 0.5000"),
+        ("accuracy", math.nan, "Test-Accuracy: nan"),
+        ("loss", 0.12345, "Test-Loss: 0.1235"),
+        ("bits", 2.0, "Test-Metric: 2.0000 (bits)"),
+        ("bits", None, "Total Time: 1.00s"),
+    ],
+)
+def test_the_first_of_the_last_lines(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    metric: str,
+    value: float | None,
+    line: str,
+) -> None:
+    is_nan = value is not None and math.isnan(value)
+    summary = {"status": "finished", "metric": metric, "metric_is_nan": is_nan, "final_cost": None}
+    summary |= {"test_metric": None if is_nan else value, "total_time_s": 1.0}
+    result = offbeat.Result(Path("run"), summary)
+    monkeypatch.setattr("offbeat.api.train_config", lambda *args, **kwargs: result)
+    assert main([*TRAIN]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == line
+
+
+def test_a_score_that_is_no_number_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    display = make_display("title", 1000, quiet=False)
+    for at_s in (0.1, 0.2, 0.3):  # read from a line of JSON each time, and so another object
+        score = (480, float("nan"))
+        display.update(dataclasses.replace(status(500, at_s), score=score))
+    assert capsys.readouterr().out.count("test accuracy nan at version 480") == 1
 
 
 def test_quiet_prints_the_result_only(recipes: str, capsys: pytest.CaptureFixture[str]) -> None:

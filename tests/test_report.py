@@ -98,6 +98,27 @@ def test_a_sync_update_has_as_many_gradients_as_workers(tmp_path: Path) -> None:
     assert gradients == 100
 
 
+def test_a_last_score_that_is_no_number_is_not_passed_over(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, gradients=100, seed=ord(name))
+    scores = tmp_path / "a" / "events" / "evaluator.jsonl"
+    *lines, last = scores.read_text().splitlines(keepends=True)
+    scores.write_text("".join(lines) + json.dumps({**json.loads(last), "metric": None}) + "\n")
+    summary = summarise(tmp_path / "a")
+    assert summary["test_accuracy"] is summary["test_metric"] is None
+    assert summary["metric_is_nan"] and not summarise(tmp_path / "b")["metric_is_nan"]
+    record = read_run(tmp_path / "a")
+    assert len(record.curve()) == len(lines), "what can be drawn is"
+    assert "test accuracy nan" in describe_run(record).lead
+    runs = findings_of(tmp_path).runs
+    assert [run.score is None for run in runs] == [True, False]
+    *_, table = describe_runs(runs, None).sections[-1].tables
+    assert [row[table.header.index("test accuracy")] == "nan" for row in table.rows] == [
+        True,
+        False,
+    ]
+
+
 def test_lines_that_are_no_events_are_counted_and_told(tmp_path: Path) -> None:
     write_run(tmp_path / "r", workers=1, gradients=50)
     events = tmp_path / "r" / "events" / "worker-0.jsonl"

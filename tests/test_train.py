@@ -348,6 +348,21 @@ def test_a_model_that_only_its_loss_can_call_is_judged_by_it(run_dir: Path) -> N
     assert train(recipe, run_dir, workers=1, steps=2).summary["metric"] == "loss"
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_metric_that_is_no_number_is_shown_and_no_failure(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], bad: float
+) -> None:
+    def odd(model: nn.Module, batch: Any) -> tuple[float, int]:
+        return bad, 1
+
+    result = offbeat.train(toy_recipe(metric=odd), run_dir=run_dir, workers=1, threads=1)
+    assert result.summary["status"] == "finished"
+    assert result.test_metric is not None and math.isnan(result.test_metric)
+    assert (result.summary["test_metric"], result.summary["metric_is_nan"]) == (None, True)
+    shown = capsys.readouterr().out
+    assert f"warning: the metric odd is {bad}, no number, at version 48; look at" in shown
+
+
 def test_without_test_data_there_is_no_score(run_dir: Path) -> None:
     result = train(toy_recipe(data=lambda config: (toy_data(), None)), run_dir)
     assert result.test_accuracy is None and result.test_metric is None
@@ -467,6 +482,35 @@ def spoil(at_step: int, value: float, *, only_gradient: bool = False) -> Any:
         return result * value
 
     return loss
+
+
+@pytest.mark.parametrize("data", ["tuple", "dict"])
+def test_a_loss_that_the_data_spoils_is_blamed_on_the_data(run_dir: Path, data: str) -> None:
+    x, y = toy_data()
+    x[7, 2], x[7, 3] = math.nan, math.inf
+    given: Any = (x, y) if data == "tuple" else {"x": x, "y": y}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model, tuple(batch.values()) if data == "dict" else batch)
+
+    recipe = toy_recipe(data=lambda config: (given, None), loss=loss, batch_size=240)
+    with pytest.raises(NonFiniteLossError, match=r"2 of the 1,440 numbers in its batch") as caught:
+        train(recipe, run_dir, workers=1)
+    assert "--lr" not in str(caught.value)
+
+
+def test_a_loss_that_the_parameters_spoil_is_blamed_on_the_rate(run_dir: Path) -> None:
+    x, y = toy_data()
+    data = torch.cat([x, torch.full((240, 1), -math.inf)], dim=1), y  # a mask that does no harm
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model, (batch[0][:, :6] * 1e10, batch[1]))
+
+    recipe = toy_recipe(
+        lambda: nn.Linear(6, 3), SGD(lr=1e30), data=lambda config: (data, None), loss=loss
+    )
+    with pytest.raises(NonFiniteLossError, match="parameters are not finite any more: a lower"):
+        train(recipe, run_dir, workers=1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -703,10 +747,11 @@ def test_parameters_that_blow_up_are_not_committed(run_dir: Path) -> None:
     assert all(bool(v.isfinite().all()) for v in state.values())
 
 
-def test_a_metric_that_is_no_number_is_reported_as_none(run_dir: Path) -> None:
+def test_a_metric_that_is_no_number_is_null_in_json(run_dir: Path) -> None:
     result = train(toy_recipe(metric=lambda model, batch: (math.inf, 1)), run_dir, workers=1)
-    assert result.test_metric is None
-    assert json.loads((run_dir / "summary.json").read_text())["metric"] == "metric"
+    assert result.test_metric is not None and math.isnan(result.test_metric)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["metric"], summary["test_metric"]) == ("metric", None)
 
 
 @pytest.mark.parametrize("discipline", ["sync", "bounded:0", "lock-free", "apply-reply"])

@@ -162,6 +162,14 @@ def batch_length(batch: Batch) -> int:
     return len(first) if first.dim() else 1
 
 
+def not_finite(batch: Batch) -> tuple[int, int]:
+    """How many of a batch's numbers are NaN or infinite, and how many floats it has."""
+    floats = [leaf for leaf in _leaves(batch) if leaf.is_floating_point()]
+    finite = sum(int(leaf.isfinite().sum()) for leaf in floats)
+    count = sum(leaf.numel() for leaf in floats)
+    return count - finite, count
+
+
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """The same batch with other tensors; what else is in it stays as it is."""
     if isinstance(batch, Tensor):

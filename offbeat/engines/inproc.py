@@ -216,6 +216,7 @@ class InprocEngine:
             self.folder,
             stop=self._give_up,
             scored=self._summaries.scored,
+            say=self.display.notice,
             **self._means("evaluator"),
         )
 

@@ -200,6 +200,11 @@ def short(value: float | None) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def score(value: float | None) -> str:
+    """The same, of a metric, which may be no number."""
+    return "nan" if value is not None and math.isnan(value) else short(value)
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 

@@ -44,6 +44,8 @@ class Run:
     metric: str
     status: str
     reason: str | None
+    last_score: float | None
+    """NaN where it is no number."""
     curve: Curve
     gradients: int
     gradients_per_s: float | None
@@ -60,7 +62,8 @@ class Run:
 
     @property
     def score(self) -> float | None:
-        return self.curve[-1][2] if self.curve else None
+        last = self.last_score
+        return None if last is None or math.isnan(last) else last
 
     @property
     def finished(self) -> bool:
@@ -76,6 +79,7 @@ def shortened(record: Record) -> Run:
         metric=record.metric,
         status=record.status,
         reason=record.reason,
+        last_score=last.metric if (last := record.last_score()) else None,
         curve=tuple(record.curve()),
         gradients=totals.gradients,
         gradients_per_s=record.full_rate(),

@@ -18,6 +18,7 @@ from offbeat.report.document import (
     Shares,
     Table,
     percent,
+    score,
     short,
     spelled,
 )
@@ -351,7 +352,7 @@ def _runs(findings: Findings) -> Section:
             str(run.config["servers"]),
             str(run.config["seed"]),
             f"{run.status}: {run.reason}" if run.reason else run.status,
-            short(run.score),
+            score(run.last_score),
             f"{run.gradients:,}",
             short(run.train_time_s),
         )

@@ -16,6 +16,7 @@ from offbeat.report.document import (
     Table,
     Timeline,
     percent,
+    score,
     short,
 )
 from offbeat.report.record import Record, WorkerRecord
@@ -68,7 +69,7 @@ def variant(config: dict[str, object]) -> str:
 def _lead(record: Record) -> str:
     time_s = record.train_time_s
     last = record.last_score()
-    learned = f"test {record.metric} {short(last.metric)}, " if last else ""
+    learned = f"test {record.metric} {score(last.metric)}, " if last else ""
     text = (
         f"{record.status.capitalize()}: {learned}{record.gradients:,} gradients in "
         f"{short(time_s)} s of training ({short(rate(record.gradients, time_s))} a second), seed "

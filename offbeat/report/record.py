@@ -100,6 +100,7 @@ class ShardRecord:
 class Score:
     version: int
     metric: float
+    """NaN where it is no number."""
     at_s: float
 
 
@@ -173,8 +174,8 @@ class Record:
             case "step":
                 self.workers[event["worker"]].add(event)
             case "score":
-                if event["metric"] is not None:
-                    self.scores.append(Score(event["version"], event["metric"], event["at_s"]))
+                metric = math.nan if event["metric"] is None else float(event["metric"])
+                self.scores.append(Score(event["version"], metric, event["at_s"]))
             case "run":
                 self._add_phase(event)
             case "unreadable":
@@ -302,14 +303,16 @@ class Record:
         return max(self.scores, key=lambda score: score.version, default=None)
 
     def curve(self) -> list[tuple[float, int, float]]:
-        """Each scored version: how long training had taken until it was there, how many gradients
-        were in, and what it got. The time that scoring took is not in it."""
+        """Each version with a score that is a number: how long training had taken until it was
+        there, how many gradients were in, and what it got. The time that scoring took is not in
+        it."""
         shard = self.shards.get(0, ShardRecord())
         reached = dict(zip(shard.versions, shard.at_s, strict=True))
         times = sorted(shard.at_s)
         first_s = self.first_s
         points = []
-        for score in sorted({s.version: s for s in self.scores}.values(), key=lambda s: s.version):
+        numbers = {s.version: s for s in self.scores if not math.isnan(s.metric)}
+        for score in sorted(numbers.values(), key=lambda s: s.version):
             at_s = reached.get(score.version)
             if at_s is None:  # the initial one, or its push was not written down any more
                 at_s = first_s if score.version == 0 else self.committed_s.get(score.version)

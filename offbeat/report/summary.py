@@ -3,6 +3,7 @@
 >>> summarise(Path("runs/..."))["staleness"]["mean"]
 """
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ def summarise(path: Path) -> dict[str, Any]:
     config = record.config
     time_s = record.train_time_s
     last = record.last_score()
-    metric = last.metric if last else None
+    is_nan = last is not None and math.isnan(last.metric)
+    metric = last.metric if last and not is_nan else None
     workers = [record.workers[rank] for rank in record.ranks]
     totals = record.totals()
     costs = [sum(tail) / len(tail) for w in workers if (tail := w.losses[-COST_WINDOW:])]
@@ -43,6 +45,7 @@ def summarise(path: Path) -> dict[str, Any]:
         "metric": record.metric,
         "test_accuracy": metric if record.metric == "accuracy" else None,
         "test_metric": metric,
+        "metric_is_nan": is_nan,  # or infinite: JSON has neither
         "final_cost": sum(costs) / len(costs) if costs else None,
         "staleness": staleness_summary(record.staleness),
         "mixed_replies": record.mixed,

@@ -6,6 +6,7 @@ then goes back to those that it skipped, as far as they were kept.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -42,9 +43,10 @@ class Evaluator:
         clock: Callable[[], float] = time.monotonic,
         scored: Callable[[int, float], None] = lambda version, metric: None,
         every: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`events`: where scores are written down, on the run's `clock`; None: nowhere. `every`: so
-        many updates, instead of the run's own `eval_every`."""
+        many updates, instead of the run's own `eval_every`. `say` shows the user a warning."""
         self.job = job
         self.log = log
         self.gives_up = False
@@ -58,6 +60,7 @@ class Evaluator:
         self._clock = clock
         self._stop = stop
         self._scored = scored
+        self._say = say
         self._every = job.config.eval_every if every is None else every
         self._seen: set[Path] = set()
         """The checkpoints that were looked at."""
@@ -117,6 +120,9 @@ class Evaluator:
         self.log.info(
             "version %d: %s %.4f", checkpoint.version, metric_name(self.job.recipe), metric
         )
+        if warning := warning_of(self.job.recipe, checkpoint.version, metric):
+            self.log.warning(warning)
+            self._say(f"warning: {warning}")
         if self._events is not None:
             self._events.record(
                 "score",
@@ -164,3 +170,13 @@ def score_line(recipe: Recipe, metric: float) -> str:
     """What an evaluator says of a checkpoint."""
     name = metric_name(recipe)
     return f"{'precision @ 1' if name == 'accuracy' else name} = {metric:.3f}"
+
+
+def warning_of(recipe: Recipe, version: int, metric: float) -> str:
+    """What is to be said of a score that is no number; empty: it is one."""
+    if math.isfinite(metric):
+        return ""
+    return (
+        f"the metric {metric_name(recipe)} is {metric}, no number, at version {version}; look at "
+        f"the test data, the model's outputs and the recipe's metric"
+    )

@@ -25,7 +25,13 @@ from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossErro
 from offbeat.events import EventLog
 from offbeat.job import Job
 from offbeat.roles.door import job_from
-from offbeat.roles.evaluator import evaluate, load_state, metric_name, score_line
+from offbeat.roles.evaluator import (
+    evaluate,
+    load_state,
+    metric_name,
+    score_line,
+    warning_of,
+)
 from offbeat.roles.worker import Worker
 from offbeat.towers import find_devices
 from offbeat.transport.base import CallEnd, Layout, Message, keep_trying
@@ -263,6 +269,8 @@ class _RemoteScorer:
         )
         self._events.flush()
         self._say(f"version {version}: {score_line(self.job.recipe, metric)}")
+        if warning := warning_of(self.job.recipe, version, metric):
+            self._say(f"warning: {warning}")
         return is_last
 
     def _last(self) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]] | None:

@@ -219,6 +219,7 @@ def _run_evaluator(means: _Means, index: int) -> None:
         clock=means.clock,
         stop=means.control.stop,
         scored=summaries.scored,
+        say=means.control.say,
     )
     means.control.status = lambda: {"score": evaluator.latest}
     means.control.flush = events.flush

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.data.batches import Batch, batch_length
+from offbeat.data.batches import Batch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.events import EventLog
 from offbeat.job import Job
@@ -291,10 +291,27 @@ class Worker:
         loss = self.towers.compute(self.job.recipe.loss, self.towers.deal(batch))
         if not math.isfinite(loss):
             raise NonFiniteLossError(
-                f"the loss became {loss} in worker {self.rank} at step {self.step}; a lower --lr "
-                f"is the usual remedy. The state before it is kept in the run's last checkpoint."
+                f"the loss became {loss} in worker {self.rank} at step {self.step}; "
+                f"{self._likely_reason(batch)}. The state before it is kept in the run's last "
+                f"checkpoint."
             )
         return loss
+
+    def _likely_reason(self, batch: Batch) -> str:
+        """Why a loss is not finite, and the remedy. Parameters come first: where they have run
+        away, a batch may well hold infinities that do no harm, as masks do."""
+        if not bool(self.towers.model.params.isfinite().all()):
+            return "the parameters are not finite any more: a lower --lr is the usual remedy"
+        bad, count = not_finite(batch)
+        if bad:
+            return (
+                f"{bad:,} of the {count:,} numbers in its batch are NaN or infinite: mend the "
+                f"data, or the recipe's augment"
+            )
+        return (
+            "a lower --lr is the usual remedy, or another loss function: its batch and the "
+            "parameters are finite"
+        )
 
     def _push(self, versions: Sequence[int]) -> None:
         """Send every shard its slice. An unusable gradient goes to none of them, or a shard without
