@@ -32,6 +32,9 @@ PLOTS = """[...document.querySelectorAll('figure > svg')].map(svg => ({
         return own.left < all.left - 2 || own.right > all.right + 2;
     }).length,
 }))"""
+CUT_OFF = """[...document.querySelectorAll('section > .wide')].filter(
+    box => box.scrollWidth > box.clientWidth
+).length"""
 COLORS = """(() => {
     const color = (what, of) => getComputedStyle(document.querySelector(what))[of];
     return [color('body', 'backgroundColor'), color('h1', 'color')];
@@ -72,6 +75,8 @@ def look_at(browser: Browser, plots: list[dict[str, Any]], width: int) -> None:
         assert plot["text"] >= 9, "it can be read"
         assert plot["outside"] == 0, "nothing is cut off"
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    if width > 1000:
+        assert browser.evaluate(CUT_OFF) == 0, "the tables fit as well"
     assert browser.evaluate("document.querySelectorAll('details[open]').length") == 0
     assert browser.evaluate("document.querySelectorAll('details table').length") >= len(plots)
 

@@ -22,7 +22,7 @@ from offbeat.report.one_run import describe_run, histogram
 from offbeat.report.record import read_run
 from offbeat.report.statistics import Sample, best_of, differ, two_sided
 from offbeat.report.summary import summarise
-from offbeat.report.svg import ticks
+from offbeat.report.svg import draw, ticks
 from offbeat.report.write import write_report
 from offbeat.reportbench import write_run
 
@@ -90,6 +90,20 @@ def test_a_curve_counts_training_alone(tmp_path: Path) -> None:
     assert curve[-1][0] == pytest.approx(record.train_time_s, abs=0.05)
     assert curve[0][0] == pytest.approx(5 * 0.1, rel=0.2)
     assert all(a < b for (a, *_), (b, *_) in itertools.pairwise(curve))
+
+
+def test_nothing_is_reached_after_the_end_of_training(tmp_path: Path) -> None:
+    """The last gradients are applied after their replies; one push, and the time of its checkpoint,
+    were not written down."""
+    write_run(tmp_path / "r", discipline="lock-free", workers=2, gradients=100, step_s=0.1)
+    pushes = tmp_path / "r" / "events" / "ps-0.jsonl"
+    events = [json.loads(line) for line in pushes.read_text().splitlines()]
+    late = [{**e, "applied_s": e["received_s"] + 0.3 * (e["version"] > 90)} for e in events]
+    kept = [event for event in late if event["version"] != 95]
+    pushes.write_text("".join(json.dumps(event) + "\n" for event in kept))
+    record = read_run(tmp_path / "r")
+    assert record.train_time_s == pytest.approx(kept[-1]["applied_s"] - record.first_s)
+    assert max(time_s for time_s, *_ in record.curve()) <= record.train_time_s
 
 
 def test_a_sync_update_has_as_many_gradients_as_workers(tmp_path: Path) -> None:
@@ -376,6 +390,17 @@ def test_a_run_that_does_not_know_its_metric_changes_no_others(tmp_path: Path) -
     assert "test accuracy" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.parametrize("score", [0.0, 0.02, 0.62, 0.99, 1.0])
+def test_a_single_score_has_an_axis_within_what_it_can_be(tmp_path: Path, score: float) -> None:
+    write_run(tmp_path / "r", gradients=40)
+    scores = tmp_path / "r" / "events" / "evaluator.jsonl"
+    last = scores.read_text().splitlines()[-1]
+    scores.write_text(json.dumps({**json.loads(last), "metric": score}) + "\n")
+    plot = next(p for s in describe_run(read_run(tmp_path / "r")).sections for p in s.plots)
+    numbers = re.findall(r'class="end">([\d.-]+)<', draw(plot))
+    assert len(numbers) >= 3 and all(0 <= float(number) <= 1 for number in numbers)
+
+
 @pytest.mark.parametrize("score", [0.1, 0.99, 1e-14])
 def test_runs_that_all_score_the_same_can_be_drawn(tmp_path: Path, score: float) -> None:
     for seed in range(SEEDS):
@@ -510,6 +535,56 @@ def test_ticks_are_round_numbers_around_the_values(
     low: float, high: float, expected: list[float]
 ) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+def describe_setup(run: Path, cores: int = 2) -> None:
+    described = json.loads((run / "config.json").read_text())
+    described["resolved"] = {
+        "optimizer": "SGD(lr=0.1, momentum=0.5)",
+        "lr": 0.1,
+        "schedule": "cosine(warmup=100)",
+        "steps": None,
+        "devices": ["cpu", "cuda:0"],
+    }
+    described["environment"] = {
+        "cpu": "Fast <CPU>",
+        "cores": cores,
+        "gpus": ["H200"],
+        "torch": "2.13.0",
+        "command": ["/usr/lib/offbeat/__main__.py", "train", "--recipe", "my file.py:recipe"],
+    }
+    (run / "config.json").write_text(json.dumps(described))
+
+
+def test_a_report_says_how_a_run_was_set_up(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", gradients=20)
+    _, text = write_report([tmp_path / "r"])
+    assert "How it was run" not in text.read_text(), "an older one does not say"
+    describe_setup(tmp_path / "r")
+    page, text = write_report([tmp_path / "r"])
+    for line in (
+        "| optimizer | SGD(lr=0.1, momentum=0.5) |",
+        "| learning rate | 0.1 |",
+        "| schedule | cosine(warmup=100) |",
+        "| devices | cpu, cuda:0 |",
+        "| machine | Fast &lt;CPU&gt;, 2 cores, H200 |",
+        "| command | offbeat train --recipe 'my file.py:recipe' |",
+    ):
+        assert line in text.read_text()
+    assert "| steps |" not in text.read_text() and "| --lr |" not in text.read_text()
+    assert "Fast &lt;CPU&gt;, 2 cores" in page.read_text()
+
+
+def test_a_report_of_many_says_in_what_their_setups_differ(tmp_path: Path) -> None:
+    for seed in range(4):
+        write_run(tmp_path / str(seed), gradients=20, seed=seed)
+        describe_setup(tmp_path / str(seed), cores=2 + 2 * (seed > 1))
+    text = write_report([tmp_path])[1].read_text()
+    assert text.count("How they were run") == text.count("| optimizer | SGD(lr=0.1") == 1
+    assert "| machine | Fast &lt;CPU&gt;, 2 cores, H200; Fast &lt;CPU&gt;, 4 cores, H200 |" in text
+    for seed in range(4):
+        describe_setup(tmp_path / str(seed), cores=1 + seed)
+    assert "| machine | 4 different ones |" in write_report([tmp_path])[1].read_text()
 
 
 def test_numbers_as_people_write_them() -> None:

@@ -7,6 +7,9 @@ is drawn can also be read, in report.html as in report.md.
 import math
 from dataclasses import dataclass
 
+LIMITS = {"accuracy": (0.0, 1.0)}
+"""What a metric can be at all."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -39,6 +42,8 @@ class LinePlot:
     lines: tuple[Line, ...]
     marks: tuple[tuple[float, str], ...] = ()
     """Moments that something happened at."""
+    limits: tuple[float, float] | None = None
+    """What y can be at all, if that is known."""
 
     def legend(self) -> list[tuple[str, int]]:
         return [(line.name, line.color) for line in self.lines]

@@ -17,6 +17,7 @@ from offbeat.errors import RunDirError
 from offbeat.report.document import short
 from offbeat.report.one_run import counted, shares_of, variant
 from offbeat.report.record import Record
+from offbeat.report.setup import setup_of
 from offbeat.report.statistics import Sample
 
 NOT_COMPARED = {
@@ -41,6 +42,7 @@ class Run:
 
     folder: str
     config: dict[str, Any]
+    setup: dict[str, str]
     metric: str
     status: str
     reason: str | None
@@ -76,6 +78,7 @@ def shortened(record: Record) -> Run:
     return Run(
         folder=record.folder,
         config=record.config,
+        setup=setup_of(record),
         metric=record.metric,
         status=record.status,
         reason=record.reason,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from offbeat.config import INJECTED
 from offbeat.report.document import (
+    LIMITS,
     Bar,
     BarPlot,
     Document,
@@ -33,6 +34,7 @@ from offbeat.report.groups import (
     without,
 )
 from offbeat.report.one_run import counted, histogram, variant
+from offbeat.report.setup import describe_setups
 from offbeat.report.statistics import Sample, best_of
 from offbeat.report.summary import staleness_summary
 
@@ -40,7 +42,8 @@ from offbeat.report.summary import staleness_summary
 def describe_runs(runs: Sequence[Run], target: float | None) -> Document:
     findings = sort_runs(runs, target)
     recipes = sorted({run.config["recipe"] for run in runs})
-    sections = [_runs(findings)]
+    setups = describe_setups("How they were run", (run.setup for run in runs))
+    sections = [setups, _runs(findings)]
     if findings.groups:
         sections = [
             _winners(findings),
@@ -204,7 +207,8 @@ def _curves(findings: Findings, *, over: str) -> Section:
                 band = tuple(m.band for m in means) if group.num_seeds > 1 else ()
                 lines.append(Line(group.variant, findings.color(group), points, band))
         if lines:
-            plots.append(LinePlot(in_words(setting), x, name, tuple(lines)))
+            limits = LIMITS.get(findings.goal.metric)
+            plots.append(LinePlot(in_words(setting), x, name, tuple(lines), limits=limits))
     title = f"{name[0].upper()}{name[1:]} over {over}"
     text = (
         "Each point is the mean over the seeds after the same number of gradients; bands go from "

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from offbeat.report.document import (
+    LIMITS,
     Document,
     Histogram,
     Line,
@@ -20,6 +21,7 @@ from offbeat.report.document import (
     short,
 )
 from offbeat.report.record import Record, WorkerRecord
+from offbeat.report.setup import describe_setups, setup_of
 from offbeat.report.summary import rate, staleness_summary
 
 NUM_BINS = 48
@@ -35,8 +37,14 @@ def describe_run(record: Record) -> Document:
         lead=_lead(record),
         sections=tuple(
             section
-            for section in (_figures(record), _learning(record), _staleness(record), _time(record))
-            if section is not None
+            for section in (
+                _figures(record),
+                _learning(record),
+                _staleness(record),
+                _time(record),
+                describe_setups("How it was run", [setup_of(record)]),
+            )
+            if section is not None and (section.tables or section.plots)
         ),
     )
 
@@ -99,7 +107,7 @@ def _figures(record: Record) -> Section:
     rows += [
         (f"--{name.replace('_', '-')}", str(record.config[name]))
         for name in options
-        if record.config.get(name) is not None
+        if record.config.get(name) is not None and name not in record.resolved
     ]
     return Section("Figures", tables=(Table(("", "value"), tuple(rows)),))
 
@@ -112,8 +120,11 @@ def _learning(record: Record) -> Section:
         by_time = Line(record.metric, 0, tuple((t, metric) for t, _, metric in curve))
         by_count = Line(record.metric, 0, tuple((float(n), metric) for _, n, metric in curve))
         name = f"test {record.metric}"
-        plots.append(LinePlot(f"{name} over time", "s of training", name, (by_time,), marks))
-        plots.append(LinePlot(f"{name} over gradients", "gradients", name, (by_count,)))
+        limits = LIMITS.get(record.metric)
+        plots += [
+            LinePlot(f"{name} over time", "s of training", name, (by_time,), marks, limits),
+            LinePlot(f"{name} over gradients", "gradients", name, (by_count,), limits=limits),
+        ]
     lines = []
     for rank in record.ranks:
         worker = record.workers[rank]

@@ -1,5 +1,6 @@
 """A report as one HTML file that needs nothing else: no script, no font, no network."""
 
+import re
 from collections.abc import Iterator
 from html import escape
 from importlib import resources
@@ -14,6 +15,9 @@ from offbeat.report.document import (
     Timeline,
 )
 from offbeat.report.svg import NUM_COLORS, draw
+
+WHOLE = re.compile(r"(\([^()]{1,32}\)|\S+ ± \S+|\S*-\S*|\d+ (?:work|serv)ers?)")
+"""What is not broken where a cell of a table is too long for a line: a number's spread, a name."""
 
 
 def write_page(document: Document) -> str:
@@ -75,10 +79,16 @@ def _legend(plots: tuple[Plot, ...]) -> str:
 def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in table.header)
     rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in table.rows
+        f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>\n" for row in table.rows
     )
     caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
     return (
         f"<div class=wide><table>{caption}<thead><tr>{head}</tr></thead>\n"
         f"<tbody>\n{rows}</tbody></table></div>"
     )
+
+
+def _cell(text: str) -> str:
+    parts = [escape(part) for part in WHOLE.split(text)]
+    parts[1::2] = [f"<span>{part}</span>" for part in parts[1::2]]
+    return "".join(parts)

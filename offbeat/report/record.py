@@ -3,6 +3,7 @@
 Called by the summary and by the reports. Imports no torch, so that a report is there at once.
 """
 
+import itertools
 import json
 import math
 import os
@@ -149,6 +150,8 @@ class Record:
     config: dict[str, Any]
     metric: str
     environment: dict[str, Any]
+    resolved: dict[str, Any]
+    """What the recipe and the flags came to."""
     workers: dict[int, WorkerRecord] = field(default_factory=lambda: defaultdict(WorkerRecord))
     shards: dict[int, ShardRecord] = field(default_factory=lambda: defaultdict(ShardRecord))
     scores: list[Score] = field(default_factory=list)
@@ -244,10 +247,11 @@ class Record:
 
     @property
     def last_s(self) -> float:
-        """When the last step was over."""
-        return max(
-            (w.end_s(i) for w in self.workers.values() for i in range(w.gradients)), default=0.0
-        )
+        """When the last step was over, and the last update made: where a server replies before it
+        applies a gradient, that is the later one."""
+        steps_s = (w.end_s(i) for w in self.workers.values() for i in range(w.gradients))
+        updates_s = (s for shard in self.shards.values() for s in shard.at_s)
+        return max(itertools.chain(steps_s, updates_s), default=0.0)
 
     @property
     def train_time_s(self) -> float:
@@ -309,7 +313,7 @@ class Record:
         shard = self.shards.get(0, ShardRecord())
         reached = dict(zip(shard.versions, shard.at_s, strict=True))
         times = sorted(shard.at_s)
-        first_s = self.first_s
+        first_s, last_s = self.first_s, self.last_s
         points = []
         numbers = {s.version: s for s in self.scores if not math.isnan(s.metric)}
         for score in sorted(numbers.values(), key=lambda s: s.version):
@@ -318,6 +322,7 @@ class Record:
                 at_s = first_s if score.version == 0 else self.committed_s.get(score.version)
             if at_s is None:
                 at_s = score.at_s
+            at_s = min(at_s, last_s)  # a checkpoint is written, and scored, after its last update
             points.append((max(0.0, at_s - first_s), bisect_right(times, at_s), score.metric))
         return points
 
@@ -333,7 +338,8 @@ def read_run(path: Path, name: str | None = None) -> Record:
             name or path.name,
             described["config"],
             described["metric"],
-            described.get("environment", {}),
+            dict(described.get("environment") or {}),
+            dict(described.get("resolved") or {}),
         )
     except OSError as error:
         raise RunDirError(f"cannot read {config}: {error.strerror}; is that a run?") from error

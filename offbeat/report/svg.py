@@ -59,10 +59,15 @@ class _Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` or below it to `high` or above it."""
+def ticks(
+    low: float, high: float, most: int = 6, limits: tuple[float, float] | None = None
+) -> list[float]:
+    """Round numbers from `low` or below it to `high` or above it; `limits` are round themselves,
+    and beyond them there are none."""
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
+        if limits is not None:
+            low, high = max(low, limits[0]), min(high, limits[1])
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
@@ -117,7 +122,7 @@ def _draw_lines(plot: LinePlot) -> str:
     values = [y for _, y in points] + [y for line in plot.lines for b in line.band for y in b]
     if not points:
         return _svg(plot, HEIGHT, [_text(WIDTH / 2, HEIGHT / 2, "nothing to show", "mid")])
-    marks = ticks(min(values), max(values))
+    marks = ticks(min(values), max(values), limits=plot.limits)
     last = max(x for x, _ in points)
     xs = _Scale(0, last or 1, LEFT, WIDTH - RIGHT)
     ys = _Scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP)
