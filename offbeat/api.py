@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,7 @@ from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.job import Facts, Job, make_job, rejoin_job
 from offbeat.progress import MakeDisplay, make_display
-from offbeat.recipes.base import Recipe, load_recipe
+from offbeat.recipes.base import FILE_PREFIX, Recipe, load_recipe
 from offbeat.report.summary import summarise
 from offbeat.roles.evaluator import Evaluator, metric_name, score_line
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
@@ -152,7 +153,8 @@ def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
         offbeat.train(recipe, discipline="lock-free", workers=4, lr=0.05)
 
     The processes of a run import the recipe by its name. One that has no name in any module (it was
-    made inside a function, or in a notebook) is trained in this process, unless told otherwise.
+    made inside a function, in a notebook, or in a script that came by standard input) is trained in
+    this process, unless told otherwise.
 
     Raises an OffbeatError: a UsageError when nothing was begun, a RunError when a run failed, after
     what could be kept has been kept.
@@ -342,11 +344,17 @@ def _name_of(recipe: Recipe) -> str | None:
         raise RecipeError(f"train takes a Recipe or the name of one, not a {type(recipe).__name__}")
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is recipe:
-                script = getattr(module, "__file__", None)
-                if script is None:
-                    continue  # a notebook, or the interactive interpreter
-                if module_name != "__main__":
-                    return f"{module_name}:{name}"
-                return f"{os.path.relpath(script)}:{name}"
+            if value is recipe and (source := _source_of(module_name, module)) is not None:
+                return f"{source}:{name}"
     return None
+
+
+def _source_of(module_name: str, module: ModuleType) -> str | None:
+    """Where another process can import this module from; None: from nowhere, as a notebook, what
+    came by standard input, or a script that lies in an archive."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not Path(file).is_file():
+        return None
+    if module_name != "__main__" and not module_name.startswith(FILE_PREFIX):
+        return module_name
+    return os.path.relpath(file) if file.endswith(".py") else None

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import os
 import re
 import socket
 import struct
@@ -48,6 +49,22 @@ def test_own_model_as_a_script(tmp_path: Path) -> None:
     assert 0 < float(staleness) < 10
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.endswith("-own_model-recipe-lock-free")
+
+
+def test_own_model_by_standard_input_is_trained_with_threads(tmp_path: Path) -> None:
+    text = (EXAMPLES / "own_model.py").read_text().replace("epochs=20", "epochs=1")
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=text,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "config.json").read_text())["config"]["engine"] == "inproc"
 
 
 def test_the_language_model_learns_and_reports_its_own_metric(

@@ -3,9 +3,11 @@
 import json
 import logging
 import math
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,12 +28,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 import offbeat
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
+from offbeat.api import named
 from offbeat.checkpoint import newest_checkpoint
 from offbeat.config import DISCIPLINES
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
 from offbeat.events import EventLog, read_events
 from offbeat.optim import KINDS, Optimizer
+from offbeat.recipes.base import load_recipe
 from offbeat.roles.master import Status
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder
@@ -868,3 +872,40 @@ def test_train_takes_recipes_and_names_only() -> None:
     for wrong in (5, None, toy_model):
         with pytest.raises(RecipeError, match="train takes a Recipe or the name of one"):
             offbeat.train(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        (None, "custom"),  # python -c, a notebook
+        ("<stdin>", "custom"),  # python - < script.py
+        ("app.pyz/__main__.py", "custom"),
+        ("script", "custom"),
+        ("script.py", "script.py:made"),
+    ],
+)
+def test_a_script_that_nobody_can_import_again_gives_a_recipe_no_name(
+    recipe: offbeat.Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str | None,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for script in ("script", "script.py"):
+        Path(script).touch()
+    main = ModuleType("__main__")
+    main.__dict__.update({"made": recipe} if file is None else {"made": recipe, "__file__": file})
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    found, options = named(recipe, {"steps": 3})
+    assert found == name
+    assert options == ({"steps": 3, "engine": "inproc"} if name == "custom" else {"steps": 3})
+
+
+def test_a_recipe_that_was_found_in_a_file_is_named_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from helpers import toy_recipe\nown = toy_recipe()\n")
+    name, _ = named(load_recipe("mine.py:own"), {})
+    assert name == "mine.py:own"

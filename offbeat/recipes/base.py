@@ -22,6 +22,8 @@ from offbeat.data.batches import batch_length
 from offbeat.errors import OffbeatError, RecipeError, in_a_line, nearest
 from offbeat.optim import SGD, Optimizer, Schedule, constant
 
+FILE_PREFIX = "offbeat_recipe_"
+"""Of the name that a recipe's file has as a module: nobody else can import it by that."""
 BUILT_IN = {
     "alexnet": "offbeat.recipes.alexnet:recipe",
     "fashion-cnn": "offbeat.recipes.fashion_cnn:recipe",
@@ -215,7 +217,7 @@ def load_recipe(name: str) -> Recipe:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RecipeError(f"no such recipe file: {path}")
-    spec = importlib.util.spec_from_file_location(f"offbeat_recipe_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{FILE_PREFIX}{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
     _make_importable(path.resolve().parent)
