@@ -35,6 +35,12 @@ from offbeat.roles.evaluator import Evaluator, metric_name, score_line
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.summaries import check_installed
 
+OTHER_FORMATS = {
+    *(".pt", ".pth", ".pt2", ".bin", ".ckpt", ".pkl", ".pickle", ".onnx", ".h5", ".hdf5", ".keras"),
+    *(".npy", ".npz", ".pb", ".tflite", ".gguf", ".msgpack", ".joblib", ".zip", ".tar"),
+}
+"""Endings of files that do not hold safetensors."""
+
 
 @dataclass(frozen=True)
 class Staleness:
@@ -89,10 +95,20 @@ def load(run_dir: str | Path, *, ema: bool = False) -> dict[str, Tensor]:
 
 def export(run_dir: str | Path, file: str | Path, *, ema: bool = False) -> None:
     """Write a run's newest weights, or their moving average, to a safetensors file."""
+    _check_format(Path(file))
     checkpoint = newest_checkpoint(RunFolder(Path(run_dir)).checkpoints)
     if ema and not checkpoint.has_ema:
         raise CheckpointError(f"{run_dir} keeps no moving average: its recipe has no ema")
     write_weights(Path(file), checkpoint.state_dict(ema=ema))
+
+
+def _check_format(file: Path) -> None:
+    """What reads a file by its name must not be promised another format than it gets."""
+    if file.suffix.lower() in OTHER_FORMATS:
+        raise ConfigError(
+            f"{file} has the name of another format, and weights are written as safetensors: call "
+            f"it {file.with_suffix('.safetensors').name}"
+        )
 
 
 def evaluate(

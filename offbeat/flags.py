@@ -139,7 +139,9 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder")
-    parser.add_argument("file", metavar="FILE", help="where to write, as model.safetensors")
+    parser.add_argument(
+        "file", metavar="FILE", help="where to write the safetensors, as model.safetensors"
+    )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+import offbeat
 from offbeat import checkpoint as checkpoints
 from offbeat.checkpoint import (
     Checkpoint,
@@ -16,7 +18,7 @@ from offbeat.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, ConfigError
 from offbeat.flat import FlatModel
 from offbeat.ledger import Account
 from offbeat.optim import BY_NAME, KINDS, Optimizer
@@ -228,3 +230,14 @@ def test_recutting_keeps_each_workers_last_gradient_and_the_newest_version() -> 
     assert one.accounts == {0: Account(0, 10, applied=10), 1: Account(1, 3, applied=3)}
     assert made.applied() == {0: (0, 10), 1: (1, 3)}
     assert made.recut(2) == made.shards
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.PTH", "m.bin", "m.ckpt", "m.onnx", "m.h5"])
+def test_a_name_that_promises_another_format_is_refused(tmp_path: Path, name: str) -> None:
+    save_checkpoint(tmp_path / "checkpoints", make_checkpoint())
+    with pytest.raises(ConfigError, match=r"call it (m|model)\.safetensors$"):
+        offbeat.export(tmp_path, tmp_path / name)
+    assert not (tmp_path / name).exists()
+    for allowed in ("weights", "m.safetensors", "m.v2"):
+        offbeat.export(tmp_path, tmp_path / allowed)
+        assert load_file(tmp_path / allowed).keys() == offbeat.load(tmp_path).keys()
