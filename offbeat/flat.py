@@ -25,6 +25,8 @@ from offbeat.errors import ModelError
 
 PROTOCOL = 3
 """Raised with every change of what travels between worker and server."""
+COMPILED = "_orig_mod"
+"""What `torch.compile` calls the module that it wraps."""
 MOST_KNOWN = 4
 """Sets of gradient slots whose layout is remembered; a worker has two, used in turn."""
 
@@ -48,7 +50,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Ordered names, shapes, dtypes and offsets of all that a model's state consists of."""
+    """Ordered names, shapes, dtypes and offsets of all that a model's state consists of; the names
+    are those of the model before it was compiled."""
 
     tensors: tuple[TensorSpec, ...]
     """What trains and travels."""
@@ -126,14 +129,20 @@ class Manifest:
         return state
 
 
+def plain_name(name: str) -> str:
+    """What a tensor or module is called where `torch.compile` wraps nothing."""
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
 def describe(module: nn.Module) -> Manifest:
     """The manifest of `module`, or a ModelError that says why it cannot be trained."""
-    persistent = set(module.state_dict(keep_vars=True))
+    persistent = {plain_name(name) for name in module.state_dict(keep_vars=True)}
     trained: list[tuple[str, Tensor]] = []
     floats: list[tuple[str, Tensor]] = []
     ints: list[tuple[str, Tensor]] = []
     frozen: list[str] = []
-    for name, parameter in module.named_parameters():
+    for own_name, parameter in module.named_parameters():
+        name = plain_name(own_name)
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
                 f"parameter {name} has no shape yet: run a batch through the model first"
@@ -148,7 +157,8 @@ def describe(module: nn.Module) -> Manifest:
             raise ModelError(f"parameter {name} is complex; only real ones can be trained")
         else:
             trained.append((name, parameter))
-    for name, buffer in module.named_buffers():
+    for own_name, buffer in module.named_buffers():
+        name = plain_name(own_name)
         if name not in persistent:
             continue
         if buffer.is_complex():
@@ -177,7 +187,8 @@ class FlatModel:
     def __init__(self, module: nn.Module, manifest: Manifest | None = None) -> None:
         self.module = module
         self.manifest = manifest or describe(module)
-        by_name = dict(module.named_parameters())
+        self._buffer_names = {plain_name(name): name for name, _ in module.named_buffers()}
+        by_name = self._by_name()
         self.parameters = [by_name[spec.name] for spec in self.manifest.tensors]
         self.params = torch.empty(self.manifest.num_elements)
         self._views = [spec.view(self.params) for spec in self.manifest.tensors]
@@ -222,7 +233,7 @@ class FlatModel:
 
     def check_identity(self) -> None:
         """Name a parameter that was replaced by another object: nothing would train it any more."""
-        current = dict(self.module.named_parameters())
+        current = self._by_name()
         for spec, parameter in zip(self.manifest.tensors, self.parameters, strict=True):
             if current.get(spec.name) is not parameter:
                 raise ModelError(
@@ -281,18 +292,25 @@ class FlatModel:
         """Copy the module's buffers out."""
         for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
             for spec in specs:
-                spec.view(flat).copy_(self.module.get_buffer(spec.name).detach())
+                spec.view(flat).copy_(self._buffer(spec))
 
     def read_buffers(self, floats: Tensor, ints: Tensor) -> None:
         """Copy buffers into the module."""
         for specs, flat in ((self.manifest.floats, floats), (self.manifest.ints, ints)):
             for spec in specs:
-                self.module.get_buffer(spec.name).detach().copy_(spec.view(flat))
+                self._buffer(spec).copy_(spec.view(flat))
 
     def frozen(self) -> dict[str, Tensor]:
         """Copies of the parameters that do not train."""
-        by_name = dict(self.module.named_parameters())
+        by_name = self._by_name()
         return {name: by_name[name].detach().to("cpu", copy=True) for name in self.manifest.frozen}
+
+    def _by_name(self) -> dict[str, nn.Parameter]:
+        return {plain_name(name): p for name, p in self.module.named_parameters()}
+
+    def _buffer(self, spec: TensorSpec) -> Tensor:
+        """Looked up each time: a module may assign it anew."""
+        return self.module.get_buffer(self._buffer_names[spec.name]).detach()
 
 
 def _in_words(spec: TensorSpec | None) -> str:
@@ -341,7 +359,8 @@ def _aliases(module: nn.Module, persistent: set[str]) -> dict[str, str]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    for name, tensor in named:
+    for own_name, tensor in named:
+        name = plain_name(own_name)
         original = first.setdefault(id(tensor), name)
         if original != name and name in persistent:
             aliases[name] = original

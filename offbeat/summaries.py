@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import ConfigError, RecipeError, in_a_line
-from offbeat.flat import FlatModel
+from offbeat.flat import FlatModel, plain_name
 from offbeat.job import Job
 from offbeat.roles.evaluator import metric_name
 from offbeat.roles.master import Status
@@ -186,7 +186,7 @@ class StepSummaries:
         may change it in place."""
         seen: set[nn.Module] = set()
         names = {
-            part: name or type(part).__name__
+            part: plain_name(name) or type(part).__name__
             for name, part in module.named_modules()
             if next(part.children(), None) is None
         }

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from offbeat.errors import ModelError
 from offbeat.flat import FlatModel, Manifest, describe
+from offbeat.roles.evaluator import load_state
 from offbeat.shard import partition
 
 
@@ -247,3 +248,35 @@ def test_a_step_without_any_gradient_is_no_error() -> None:
     (gradient,) = pieces(flat, 1)
     assert flat.take_gradient([gradient]) == [False, False]
     assert gradient.tolist() == [0, 0, 0]
+
+
+class Halves(nn.Module):
+    """One half compiled, with buffers, a frozen parameter and a tied one."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        half = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        half[0].bias.requires_grad_(False)
+        self.first = torch.compile(half, backend="eager") if compiled else half
+        self.second = nn.Linear(2, 2)
+        self.second.weight = half[2].weight
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_model_has_the_names_of_the_plain_one(whole: bool) -> None:
+    plain = Halves(compiled=False)
+    module: nn.Module = Halves(compiled=True)
+    if whole:
+        module = torch.compile(module, backend="eager")
+    flat = FlatModel(module)
+    assert flat.manifest == describe(plain)
+    assert flat.frozen().keys() == {"first.0.bias"}
+    floats, ints = torch.zeros(4), torch.zeros(1, dtype=torch.int64)
+    flat.read_buffers(torch.full((4,), 3.0), torch.tensor([7]))
+    flat.write_buffers(floats, ints)
+    flat.check_identity()
+    state = flat.manifest.state_dict(flat.params, floats, ints, flat.frozen())
+    plain.load_state_dict(state)
+    assert plain.first[1].running_var.tolist() == [3, 3]
+    load_state(module, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    assert not flat.params.any()

@@ -819,6 +819,17 @@ def test_a_module_with_extra_state_trains(run_dir: Path) -> None:
     assert train(recipe, run_dir).test_accuracy is not None
 
 
+def test_a_compiled_model_leaves_plain_names_behind(run_dir: Path) -> None:
+    """And parameter groups are found by them."""
+    recipe = toy_recipe(
+        model=lambda: torch.compile(toy_model(), backend="eager"),
+        optimizer=SGD(lr=0.1, groups={"0.bias": {"lr": 0.0}}),
+    )
+    result = train(recipe, run_dir, workers=1, steps=3)
+    toy_model().load_state_dict(result.state_dict())
+    assert result.test_accuracy == offbeat.evaluate(run_dir, recipe=recipe)
+
+
 def test_data_sees_the_resolved_configuration(run_dir: Path) -> None:
     seen = []
 

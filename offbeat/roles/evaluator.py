@@ -19,6 +19,7 @@ from offbeat.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from offbeat.data.batches import Source, to_device
 from offbeat.errors import CheckpointError, DataError, RecipeError
 from offbeat.events import EventLog
+from offbeat.flat import plain_name
 from offbeat.job import Job
 from offbeat.recipes.base import Recipe
 from offbeat.rundir import RunFolder
@@ -137,7 +138,10 @@ class Evaluator:
 def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
     """Load all that checkpoints keep; a module's own extra state, which is no tensor, is not
     kept."""
-    keys = module.load_state_dict(state, strict=False)
+    own_names = {plain_name(name): name for name in module.state_dict()}
+    keys = module.load_state_dict(
+        {own_names.get(name, name): tensor for name, tensor in state.items()}, strict=False
+    )
     missing = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
     assert not missing and not keys.unexpected_keys, f"{missing} {keys.unexpected_keys}"
 
