@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,8 @@ OTHER_FORMATS = {
     *(".npy", ".npz", ".pb", ".tflite", ".gguf", ".msgpack", ".joblib", ".zip", ".tar"),
 }
 """Endings of files that do not hold safetensors."""
+MOST_NAMED = 4
+"""Of the tensors that a notice is about."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,8 @@ def _run(
     total = None if None in steps else sum(n for n in steps if n is not None)
     show = start.display or functools.partial(make_display, quiet=config.quiet)
     display = show(_title(job, folder), total)
+    for line in _notices(job):
+        display.notice(line)
     engine: InprocEngine | LocalEngine
     if config.engine == "local":
         engine = LocalEngine(
@@ -341,6 +345,14 @@ def refuse_recursion() -> None:
             "the recipe's file trains when it is imported, as every role does; put the call under "
             "if __name__ == '__main__':"
         )
+
+
+def _notices(job: Job) -> Iterator[str]:
+    """What a person should know of a run that begins."""
+    if rounded := job.manifest.rounded:
+        more = len(rounded) - MOST_NAMED
+        names = ", ".join(rounded[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        yield f"rounded to float32's precision, though float64 in the model: {names}"
 
 
 def _title(job: Job, folder: RunFolder) -> str:

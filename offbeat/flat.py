@@ -76,6 +76,12 @@ class Manifest:
     def num_ints(self) -> int:
         return _size(self.ints)
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """What has more digits in the model than the servers keep, which is float32's."""
+        specs = (*self.tensors, *self.floats)
+        return tuple(spec.name for spec in specs if spec.dtype == "float64")
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -830,6 +830,30 @@ def test_a_compiled_model_leaves_plain_names_behind(run_dir: Path) -> None:
     assert result.test_accuracy == offbeat.evaluate(run_dir, recipe=recipe)
 
 
+def test_tensors_that_lose_digits_are_named_and_keep_their_dtype(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = toy_model()
+            self.register_buffer("scale", torch.tensor([1 / 3], dtype=torch.float64))
+            self.register_buffer("shift", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * self.scale.float() + self.shift)
+
+    recipe = toy_recipe(model=Scaled)
+    result = offbeat.train(recipe, run_dir=run_dir, threads=1, steps=2)
+    told = [line for line in capsys.readouterr().out.splitlines() if "float64" in line]
+    assert told == ["rounded to float32's precision, though float64 in the model: scale"]
+    scale = result.state_dict()["scale"]
+    assert scale.dtype == torch.float64
+    assert scale.item() == torch.tensor(1 / 3).item() != 1 / 3
+    offbeat.train(toy_recipe(), run_dir=run_dir / "other", threads=1, steps=2)
+    assert "float64" not in capsys.readouterr().out
+
+
 def test_data_sees_the_resolved_configuration(run_dir: Path) -> None:
     seen = []
 
