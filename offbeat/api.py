@@ -282,9 +282,8 @@ def _run(
     lock: int,
     incarnation: int,
 ) -> Result:
-    config, recipe, folder = job.config, job.recipe, start.folder
-    more = {"metric": metric_name(recipe), "job": dataclasses.asdict(job.facts)}
-    folder.write_json(folder.config, describe_run(config, **more))
+    config, folder = job.config, start.folder
+    folder.write_json(folder.config, _describe(job))
     steps = [job.num_steps(rank) for rank in range(config.workers)]
     total = None if None in steps else sum(n for n in steps if n is not None)
     show = start.display or functools.partial(make_display, quiet=config.quiet)
@@ -345,6 +344,18 @@ def refuse_recursion() -> None:
             "the recipe's file trains when it is imported, as every role does; put the call under "
             "if __name__ == '__main__':"
         )
+
+
+def _describe(job: Job) -> dict[str, Any]:
+    """What config.json says."""
+    ranks = range(1 if job.config.engine == "cluster" else job.config.workers)
+    return describe_run(
+        job.config,
+        [device for rank in ranks for device in job.devices(rank)],
+        resolved=job.resolved,
+        metric=metric_name(job.recipe),
+        job=dataclasses.asdict(job.facts),
+    )
 
 
 def _notices(job: Job) -> Iterator[str]:

@@ -50,7 +50,7 @@ from offbeat.recipes import mnist_sigmoid as sigmoid
 from offbeat.recipes.base import Recipe, load_recipe
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
-from offbeat.rundir import RunFolder, create_run_folder, describe_run
+from offbeat.rundir import RunFolder, create_run_folder, describe_run, num_cores
 from offbeat.shard import Segment, Shard, ShardState
 from offbeat.transport import base
 from offbeat.transport.base import Header, Layout, Listener, Message, Network, Slot
@@ -426,9 +426,8 @@ def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def machine() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{cores} cores ({platform.machine()}), {versions}"
+    return f"{num_cores()} cores ({platform.machine()}), {versions}"
 
 
 def _cell(value: str | list[float]) -> str:

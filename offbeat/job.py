@@ -39,7 +39,7 @@ from offbeat.errors import (
     nearest,
 )
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
-from offbeat.optim import BY_NAME, Optimizer
+from offbeat.optim import BY_NAME, Optimizer, schedule_name
 from offbeat.randomness import make_generator, make_seed
 from offbeat.recipes.base import Recipe, accuracy
 from offbeat.shard import Shard, ShardState, partition, segments_of
@@ -126,9 +126,13 @@ class Job:
             )
         return replicas
 
+    def devices(self, rank: int) -> list[torch.device]:
+        """What worker `rank` computes on, if it is on this machine."""
+        return find_devices(self.config.devices or self.config.device, rank)
+
     def make_towers(self, rank: int, model: FlatModel) -> Towers:
         """What worker `rank` computes with; `model` becomes the first tower."""
-        devices = find_devices(self.config.devices or self.config.device, rank)
+        devices = self.devices(rank)
         more = [self.make_model() for _ in devices[1:]]
         return Towers([model, *more], devices, amp=self.config.amp is not None)
 
@@ -255,6 +259,31 @@ class Job:
             seed=config.seed,
             disjoint=config.split == "disjoint",
         )
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """What the run really uses, whoever said so: flags, the recipe or the machine. Of a cluster
+        only the master's own devices are known."""
+        config, known = self.config, 1 if self.config.engine == "cluster" else self.config.workers
+        return {
+            "optimizer": str(self.optimizer),
+            "lr": float(self.optimizer.options["lr"]),
+            "schedule": schedule_name(self.recipe.schedule),
+            "batch_size": config.batch_size,
+            "epochs": config.epochs,
+            "steps": config.steps,
+            "devices": [
+                _one_or_all([str(device) for device in self.devices(rank)])
+                if rank < known
+                else None
+                for rank in range(config.workers)
+            ],
+            "threads": config.threads,
+            "feed": self.recipe.feed,
+            "ema": self.recipe.ema,
+            "eval_every": config.eval_every,
+            "checkpoint_every": config.checkpoint_every or config.eval_every,
+        }
 
     # -- going on from a checkpoint ------------------------------------------------------------
 
@@ -457,6 +486,10 @@ def _from_recipe(what: str, call: Callable[[], Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise RecipeError(f"the recipe's {what} function failed: {in_a_line(error)}") from error
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names if len(names) > 1 else names[0]
 
 
 def _updates_per_epoch(job: Job) -> int:

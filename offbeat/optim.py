@@ -125,6 +125,11 @@ class Optimizer:
     def with_lr(self, lr: float) -> "Optimizer":
         return dataclasses.replace(self, options={**self.options, "lr": lr})
 
+    def __str__(self) -> str:
+        """As one would write it: SGD(lr=0.1, momentum=0.5)."""
+        groups = {"groups": dict(self.groups)} if self.groups else {}
+        return _as_call(getattr(torch.optim, self.kind), {**self.options, **groups})
+
 
 Groups = Mapping[str, Mapping[str, Any]]
 
@@ -178,8 +183,23 @@ BY_NAME: dict[str, Callable[[], Optimizer]] = {
 """What `--optimizer NAME` stands for, with the learning rate it has without `--lr`."""
 
 
+@dataclass(frozen=True, repr=False)
+class _Made:
+    """A schedule that can say how it was made: cosine(warmup=100)."""
+
+    maker: Callable[..., Schedule]
+    arguments: Mapping[str, Any]
+    factor: Schedule
+
+    def __call__(self, version: int, total: int | None) -> float:
+        return self.factor(version, total)
+
+    def __repr__(self) -> str:
+        return _as_call(self.maker, self.arguments)
+
+
 def constant() -> Schedule:
-    return lambda version, total: 1.0
+    return _Made(constant, {}, lambda version, total: 1.0)
 
 
 def cosine(*, warmup: float = 0, final: float = 0.0) -> Schedule:
@@ -188,7 +208,7 @@ def cosine(*, warmup: float = 0, final: float = 0.0) -> Schedule:
     `warmup` is a number of updates, or below 1 the fraction of the run.
     """
 
-    def schedule(version: int, total: int | None) -> float:
+    def factor(version: int, total: int | None) -> float:
         if total is None:
             raise ConfigError("the cosine schedule needs to know the run's length: give --steps")
         rising = warmup if warmup >= 1 else warmup * total
@@ -197,9 +217,28 @@ def cosine(*, warmup: float = 0, final: float = 0.0) -> Schedule:
         progress = min(1.0, (version - rising) / max(1, total - rising))
         return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    return schedule
+    return _Made(cosine, {"warmup": warmup, "final": final}, factor)
 
 
 def step_decay(*, every: int, factor: float) -> Schedule:
     """Multiplied by `factor` after every so many updates."""
-    return lambda version, total: float(factor ** (version // every))
+    given = {"every": every, "factor": factor}
+    return _Made(step_decay, given, lambda version, total: float(factor ** (version // every)))
+
+
+def schedule_name(schedule: Schedule) -> str:
+    """How one of these was made; a user's own by its name."""
+    if isinstance(schedule, _Made):
+        return repr(schedule)
+    return str(getattr(schedule, "__name__", type(schedule).__name__))
+
+
+def _as_call(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """What one would write to get it: the learning rate, and all that is not as without saying."""
+    known = inspect.signature(maker).parameters
+    told = [
+        f"{name}={value!r}"
+        for name, value in arguments.items()
+        if name == "lr" or name not in known or value != known[name].default
+    ]
+    return f"{maker.__name__}({', '.join(told)})"

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +135,13 @@ def create_run_folder(config: TrainConfig) -> RunFolder:
     return folder
 
 
-def describe_run(config: TrainConfig, **more: Any) -> dict[str, Any]:
-    """What config.json says: the options as resolved, `more`, and where and how it was started."""
-    return {"config": config.to_json(), **more, "environment": _environment()}
+def describe_run(
+    config: TrainConfig, devices: Iterable[torch.device] = (), **more: Any
+) -> dict[str, Any]:
+    """What config.json says: the options, `more`, and where and how it was started; `devices` are
+    those of this machine that the run uses."""
+    environment = {**_environment(), "gpus": _gpu_names(devices)}
+    return {"config": config.to_json(), **more, "environment": environment}
 
 
 def _claim(path: Path) -> Path:
@@ -178,10 +182,33 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": num_cores(),
         "git": _git_hash(),
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    """The processor's own name where Linux tells it, else the kind of it."""
+    try:
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        about = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", about, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _gpu_names(devices: Iterable[torch.device]) -> dict[str, str]:
+    return {str(d): torch.cuda.get_device_name(d) for d in devices if d.type == "cuda"}
 
 
 def _git_hash() -> str | None:

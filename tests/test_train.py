@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ import offbeat
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
 from offbeat.api import named
 from offbeat.checkpoint import newest_checkpoint
-from offbeat.config import DISCIPLINES
+from offbeat.config import DISCIPLINES, make_config
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
 from offbeat.events import EventLog, read_events
@@ -38,7 +39,7 @@ from offbeat.optim import KINDS, Optimizer
 from offbeat.recipes.base import load_recipe
 from offbeat.roles.master import Status
 from offbeat.roles.worker import Worker
-from offbeat.rundir import RunFolder
+from offbeat.rundir import RunFolder, describe_run
 from offbeat.transport.base import Header
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 
@@ -428,6 +429,82 @@ def test_the_folder_holds_what_it_should(run_dir: Path) -> None:
     scores = [e for e in read_events(run_dir / "events") if e["kind"] == "score"]
     assert scores[-1]["version"] == summary["updates"] == 48
     assert scores[-1]["count"] == 240
+
+
+def halved(version: int, total: int | None) -> float:
+    return 0.5
+
+
+class Halving:
+    def __call__(self, version: int, total: int | None) -> float:
+        return 0.5
+
+
+RESOLVED: dict[str, Any] = {
+    "optimizer": "SGD(lr=0.1)",
+    "lr": 0.1,
+    "schedule": "constant()",
+    "batch_size": 10,
+    "epochs": 2,
+    "steps": None,
+    "devices": ["cpu", "cpu"],
+    "threads": 1,
+    "feed": "direct",
+    "ema": None,
+    "eval_every": 24,
+    "checkpoint_every": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "expected"),
+    [
+        ({}, {}, {}),
+        ({}, {"steps": 4, "lr": 0.3}, {"optimizer": "SGD(lr=0.3)", "lr": 0.3, "steps": 4}),
+        (
+            {"optimizer": AdamW(weight_decay=0, groups={"*.bias": {"lr": 0.0}}), "ema": 0.9},
+            {"batch_size": 20, "eval_every": 7, "checkpoint_every": 3, "devices": "cpu,cpu"},
+            {
+                "optimizer": "AdamW(lr=0.001, weight_decay=0, groups={'*.bias': {'lr': 0.0}})",
+                "lr": 0.001,
+                "batch_size": 20,
+                "ema": 0.9,
+                "eval_every": 7,
+                "checkpoint_every": 3,
+                "devices": [["cpu", "cpu"]] * 2,
+            },
+        ),
+        ({}, {"optimizer": "momentum"}, {"optimizer": "SGD(lr=0.05, momentum=0.9)", "lr": 0.05}),
+        ({"schedule": halved, "feed": "batching"}, {}, {"schedule": "halved", "feed": "batching"}),
+        ({"schedule": Halving()}, {}, {"schedule": "Halving"}),
+        ({"schedule": offbeat.cosine(warmup=3)}, {}, {"schedule": "cosine(warmup=3)"}),
+        (
+            {"schedule": offbeat.step_decay(every=5, factor=0.5)},
+            {},
+            {"schedule": "step_decay(every=5, factor=0.5)"},
+        ),
+    ],
+)
+def test_the_folder_tells_what_was_really_used(
+    run_dir: Path, fields: dict[str, Any], options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    train(toy_recipe(**fields), run_dir, **options)
+    described = json.loads((run_dir / "config.json").read_text())
+    epochs = {"epochs": None} if "steps" in options else {}
+    assert described["resolved"] == {**RESOLVED, **epochs, **expected}
+    assert described["config"]["optimizer"] == options.get("optimizer"), "resuming reads this one"
+
+
+def test_the_folder_tells_of_the_machine(
+    recipe: offbeat.Recipe, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(recipe, run_dir, steps=1)
+    found = json.loads((run_dir / "config.json").read_text())["environment"]
+    assert found["cores"] == len(os.sched_getaffinity(0)) and found["cpu"] and found["gpus"] == {}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the one at {device}")
+    devices = [torch.device("cpu"), torch.device("cuda:1")]
+    described = describe_run(make_config({}), devices)
+    assert described["environment"]["gpus"] == {"cuda:1": "the one at cuda:1"}
 
 
 def test_the_final_checkpoint_counts_every_push(run_dir: Path) -> None:
