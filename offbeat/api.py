@@ -29,7 +29,7 @@ from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.job import Facts, Job, make_job, rejoin_job
 from offbeat.progress import MakeDisplay, make_display
-from offbeat.recipes.base import FILE_PREFIX, Recipe, load_recipe
+from offbeat.recipes.base import FILE_PREFIX, Recipe, RecipeFile, load_recipe, locate
 from offbeat.report.summary import summarise
 from offbeat.roles.evaluator import Evaluator, metric_name, score_line
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
@@ -118,13 +118,14 @@ def evaluate(
     *,
     follow: bool = False,
     say: Callable[[str], None] = lambda line: None,
-    recipe: Recipe | None = None,
+    recipe: str | Recipe | None = None,
     data_dir: str | None = None,
     device: str | None = None,
 ) -> float | None:
     """Score the newest checkpoint in a run's folder on its test data, each example once; with
     `follow` each newest one until the run is over. Returns the last score; a line for each goes to
-    `say`. The run goes on undisturbed; nothing is written into its folder."""
+    `say`. The run goes on undisturbed; nothing is written into its folder. `recipe`: the same one,
+    where it is not to be found where it was."""
     folder = RunFolder(Path(run_dir))
     config, described = folder.read_config()
     config = dataclasses.replace(
@@ -133,7 +134,13 @@ def evaluate(
         device=device or config.device,
         eval_skipped=False,
     )
-    recipe = recipe or load_recipe(config.recipe)
+    log = logging.getLogger("offbeat.eval")
+    if not isinstance(recipe, Recipe):
+        kept = RecipeFile.kept(described)
+        found = find_again(recipe or config.recipe, kept, is_given=recipe is not None)
+        recipe = found.recipe
+        if found.change is not None:
+            log.warning(found.change)
     job = rejoin_job(config, recipe, Facts(**described["job"]), {})
     if job.test is None:
         raise RecipeError(f"the recipe {config.recipe} has no test data: there is nothing to score")
@@ -148,7 +155,7 @@ def evaluate(
         job,
         job.make_model().module,
         folder,
-        log=logging.getLogger("offbeat.eval"),
+        log=log,
         stop=threading.Event(),
         scored=scored,
         every=1,
@@ -198,11 +205,39 @@ def named(recipe: str | Recipe, options: Mapping[str, Any]) -> tuple[str, dict[s
     return "custom", {**options, "engine": "inproc"}
 
 
-def resume(run_dir: str | Path, recipe: Recipe | None = None, **options: Any) -> Result:
+def resume(run_dir: str | Path, recipe: str | Recipe | None = None, **options: Any) -> Result:
     """Go on with the run in `run_dir` from its newest valid checkpoint; `options` that are given
-    replace those it was started with. `recipe`: the same one, where it has no name to be found by.
-    """
-    return resume_config(Path(run_dir), options, recipe)
+    replace those it was started with. `recipe`: the same one, where it has no name to be found by,
+    or is not to be found where it was."""
+    if recipe is None:
+        return resume_config(Path(run_dir), options)
+    name, options = named(recipe, options)
+    made = recipe if isinstance(recipe, Recipe) else None
+    return resume_config(Path(run_dir), {**options, "recipe": name}, made)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recipe, where it comes from, and what is to be said of that."""
+
+    recipe: Recipe
+    file: RecipeFile | None
+    change: str | None = None
+
+    @property
+    def kept(self) -> dict[str, Any] | None:
+        """What is written down of the file."""
+        return None if self.file is None else dataclasses.asdict(self.file)
+
+
+def find_again(
+    name: str, kept: RecipeFile | None, recipe: Recipe | None = None, *, is_given: bool
+) -> Found:
+    """The recipe of a run that has `kept` where it was; `is_given`: the user says where it is."""
+    source = None if is_given else kept
+    recipe = recipe or load_recipe(name, source)
+    file = locate(name, source)
+    return Found(recipe, file, kept.change(file) if kept is not None else None)
 
 
 def train_config(
@@ -211,17 +246,22 @@ def train_config(
     reach: Reach | None = None,
     display: MakeDisplay | None = None,
     forks: ForkServer | None = None,
+    file: RecipeFile | None = None,
 ) -> Result:
     """The same, from a configuration that is complete; with `reach`, as the master of a cluster;
-    `display` makes what shows its progress, `forks` starts the processes."""
+    `display` makes what shows its progress, `forks` starts the processes; `file` is where the
+    recipe comes from, where that is known better than by its name."""
     began_s = time.monotonic()
     _check(config, reach)
     with fork_server(config.engine, forks) as forks:
-        recipe = recipe or load_recipe(config.recipe)
+        recipe = recipe or load_recipe(config.recipe, file)
+        found = Found(recipe, locate(config.recipe, file))
         job = make_job(config, recipe, elastic=reach is not None)
         replicas = _make_replicas(job)
         folder = create_run_folder(job.config)
-        start = _Start(folder, began_s, reach, forks, threads=config.threads, display=display)
+        start = _Start(
+            folder, began_s, reach, found, forks, threads=config.threads, display=display
+        )
         with folder.locked() as lock:
             return _run(job, replicas, start, lock=lock, incarnation=0)
 
@@ -234,20 +274,21 @@ def resume_config(
     forks: ForkServer | None = None,
 ) -> Result:
     folder = RunFolder(run_dir)
-    before, _ = folder.read_config()
+    before, described = folder.read_config()
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
     _check(config, reach)
     with folder.locked() as lock, fork_server(config.engine, forks) as forks:
         checkpoint = newest_checkpoint(folder.checkpoints)
         began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
-        recipe = recipe or load_recipe(config.recipe)
-        job = make_job(config, recipe, checkpoint, elastic=reach is not None)
+        is_given = options.get("recipe") is not None
+        found = find_again(config.recipe, RecipeFile.kept(described), recipe, is_given=is_given)
+        job = make_job(config, found.recipe, checkpoint, elastic=reach is not None)
         replicas = _make_replicas(job)
         folder.state.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         threads = config.threads if options.get("threads") is not None else None
-        start = _Start(folder, began_s, reach, forks, threads=threads)
+        start = _Start(folder, began_s, reach, found, forks, threads=threads)
         return _run(job, replicas, start, lock=lock, incarnation=incarnation)
 
 
@@ -258,6 +299,7 @@ class _Start:
     folder: RunFolder
     began_s: float
     reach: Reach | None
+    found: Found
     forks: ForkServer | None
     threads: int | None
     display: MakeDisplay | None = None
@@ -283,12 +325,12 @@ def _run(
     incarnation: int,
 ) -> Result:
     config, folder = job.config, start.folder
-    folder.write_json(folder.config, _describe(job))
+    folder.write_json(folder.config, _describe(job, start.found))
     steps = [job.num_steps(rank) for rank in range(config.workers)]
     total = None if None in steps else sum(n for n in steps if n is not None)
     show = start.display or functools.partial(make_display, quiet=config.quiet)
     display = show(_title(job, folder), total)
-    for line in _notices(job):
+    for line in _notices(job, start.found.change):
         display.notice(line)
     engine: InprocEngine | LocalEngine
     if config.engine == "local":
@@ -346,20 +388,23 @@ def refuse_recursion() -> None:
         )
 
 
-def _describe(job: Job) -> dict[str, Any]:
+def _describe(job: Job, found: Found) -> dict[str, Any]:
     """What config.json says."""
     ranks = range(1 if job.config.engine == "cluster" else job.config.workers)
     return describe_run(
         job.config,
         [device for rank in ranks for device in job.devices(rank)],
+        recipe_file=found.kept,
         resolved=job.resolved,
         metric=metric_name(job.recipe),
         job=dataclasses.asdict(job.facts),
     )
 
 
-def _notices(job: Job) -> Iterator[str]:
+def _notices(job: Job, change: str | None) -> Iterator[str]:
     """What a person should know of a run that begins."""
+    if change is not None:
+        yield change
     if rounded := job.manifest.rounded:
         more = len(rounded) - MOST_NAMED
         names = ", ".join(rounded[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -172,9 +172,8 @@ def _eval(known: argparse.Namespace) -> int:
         from offbeat.api import evaluate
         from offbeat.progress import say
 
-        evaluate(
-            known.run, follow=known.follow, say=say, data_dir=known.data_dir, device=known.device
-        )
+        own = {name: getattr(known, name) for name in ("recipe", "data_dir", "device")}
+        evaluate(known.run, follow=known.follow, say=say, **own)
     return 0
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.api import Result, named, refuse_recursion, train_config
+from offbeat.api import Found, Result, find_again, named, refuse_recursion, train_config
 from offbeat.checkpoint import prune_checkpoints
 from offbeat.config import TrainConfig
 from offbeat.engines.books import Books
@@ -25,7 +25,7 @@ from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
 from offbeat.grid import Cell, Grid, check_grid, grid_file, make_grid
 from offbeat.progress import Overview, make_overview, minutes
-from offbeat.recipes.base import Recipe, load_recipe
+from offbeat.recipes.base import Recipe, RecipeFile
 from offbeat.report.summary import summarise
 from offbeat.report.write import write_report
 from offbeat.roles.evaluator import metric_name
@@ -89,12 +89,14 @@ def run_grid(
     """`forks` starts the processes, of all cells."""
     out = out or _new_folder(grid.recipe)
     configs, left_out = check_grid(grid, out)
-    recipe = recipe or load_recipe(grid.recipe)
+    kept = RecipeFile.kept(dataclasses.asdict(grid))
+    found = find_again(grid.recipe, kept, recipe, is_given=False)
+    grid = dataclasses.replace(grid, recipe_file=found.kept)
     _claim(out, resume=resume)
     folder = RunFolder(out)
     with folder.locked(), fork_server(grid.engine, forks) as forks:
         folder.write_json(grid_file(out), dataclasses.asdict(grid))
-        return _Comparing(grid, out, configs, recipe, forks).run(left_out, target)
+        return _Comparing(grid, out, configs, found, forks).run(left_out, target)
 
 
 def _new_folder(recipe: str) -> Path:
@@ -122,13 +124,13 @@ class _Comparing:
         grid: Grid,
         out: Path,
         configs: dict[Cell, TrainConfig],
-        recipe: Recipe,
+        found: Found,
         forks: ForkServer | None,
     ) -> None:
         self.grid = grid
         self.out = out
         self.configs = configs
-        self.recipe = recipe
+        self.found = found
         self.forks = forks
         self.took_s: dict[Cell, float] = {}
         self.summaries: dict[str, Mapping[str, Any]] = {}
@@ -141,6 +143,8 @@ class _Comparing:
             f"{self.grid.recipe} -> {self.out}", len(self.configs), quiet=quiet
         )
         try:
+            if self.found.change is not None:
+                overview.notice(self.found.change)
             for reason, cells in _by_reason(left_out).items():
                 overview.notice(f"left out: {'; '.join(cells)}: {reason}")
             for cell in self.configs:
@@ -179,11 +183,17 @@ class _Comparing:
         began_s = time.monotonic()
         config = self.configs[cell]
         try:
-            result = train_config(config, self.recipe, display=overview.display, forks=self.forks)
+            result = train_config(
+                config,
+                self.found.recipe,
+                display=overview.display,
+                forks=self.forks,
+                file=self.found.file,
+            )
             prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
         except OffbeatError as error:
             self.failed[cell.name] = str(error)
-            _leave_word(config, self.recipe, error)
+            _leave_word(config, self.found, error)
             return f"{cell.words}: failed: {error}"
         except KeyboardInterrupt:  # before the run had begun, or for the second time
             self.interrupted = True
@@ -223,14 +233,15 @@ def _by_reason(left_out: Mapping[Cell, str]) -> dict[str, list[str]]:
     return reasons
 
 
-def _leave_word(config: TrainConfig, recipe: Recipe, error: OffbeatError) -> None:
+def _leave_word(config: TrainConfig, found: Found, error: OffbeatError) -> None:
     """A run that did not even begin has no folder; the report is to know of it all the same."""
     path = Path(config.run_dir or "")
     if (path / "events").is_dir() and any((path / "events").iterdir()):
         return
     shutil.rmtree(path, ignore_errors=True)
     folder = create_run_folder(config)
-    folder.write_json(folder.config, describe_run(config, metric=metric_name(recipe)))
+    described = describe_run(config, recipe_file=found.kept, metric=metric_name(found.recipe))
+    folder.write_json(folder.config, described)
     Books(folder, lambda: 0.0).close("failed", [error])
 
 

@@ -311,8 +311,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         form = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {form}: {error}") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("config"), dict):
-        # a run's config.json: its other keys tell where it ran, and its folder is taken
-        loaded = {k: v for k, v in loaded["config"].items() if k != "run_dir"}
+        loaded = _options_of_run(loaded)
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} holds no table of options")
     values = {key.replace("-", "_"): value for key, value in loaded.items()}
@@ -320,6 +319,17 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         if key not in options():
             raise ConfigError(f"{path}: unknown key {key!r}; {nearest(key, options())}")
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _options_of_run(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Out of a run's config.json: its other keys tell where it ran, and its folder is taken. The
+    recipe's file is where it was then, unless its name leads to one from here."""
+    found = {k: v for k, v in described["config"].items() if k != "run_dir"}
+    source, _, attribute = str(found.get("recipe")).rpartition(":")
+    file = described.get("recipe_file")
+    if isinstance(file, dict) and source.endswith(".py") and not Path(source).is_file():
+        found["recipe"] = f"{file['path']}:{attribute}"
+    return found
 
 
 def convert(key: str, value: Any) -> Any:

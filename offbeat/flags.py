@@ -150,7 +150,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="the newest one, and no more (default)")
     how.add_argument("--follow", action="store_true", help="each newest one until the run is over")
-    for name in ("data_dir", "device"):
+    for name in ("recipe", "data_dir", "device"):
         _add_option(parser, name, None, options()[name].metadata)
 
 

@@ -67,6 +67,8 @@ class Grid:
     seeds: int = SEEDS
     options: Mapping[str, Any] = field(default_factory=dict)
     """train's other ones, as they were given."""
+    recipe_file: Mapping[str, Any] | None = None
+    """Where the recipe was found, in a comparison that has begun."""
 
     @property
     def keep(self) -> int:
@@ -105,7 +107,13 @@ class Grid:
         try:
             found = json.loads(grid_file(out).read_text(encoding="utf-8"))
             axes = {name: tuple(found[name]) for name in ("disciplines", "workers", "servers")}
-            return cls(found["recipe"], **axes, seeds=found["seeds"], options=found["options"])
+            return cls(
+                found["recipe"],
+                **axes,
+                seeds=found["seeds"],
+                options=found["options"],
+                recipe_file=found.get("recipe_file"),
+            )
         except OSError as error:
             raise RunDirError(
                 f"there is no comparison in {out} to go on with: {error.strerror}"
@@ -147,7 +155,7 @@ def make_grid(
 
 def merge(before: Grid, given: Grid) -> Grid:
     """The grid to go on with: it may have become larger; all else must be as it was."""
-    if given.recipe != before.recipe:
+    if given.recipe != before.recipe and not _is_same_file(before, given.recipe):
         raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
     for name, now in given.options.items():
         was = before.options.get(name, options()[name].default)
@@ -163,6 +171,14 @@ def merge(before: Grid, given: Grid) -> Grid:
     changed = {k: v for k, v in given.options.items() if k in OF_NO_MATTER}
     seeds = max(before.seeds, given.seeds)
     return dataclasses.replace(before, **axes, seeds=seeds, options={**before.options, **changed})
+
+
+def _is_same_file(before: Grid, recipe: str) -> bool:
+    """Whether that is the comparison's recipe, as one calls it from another folder."""
+    source, _, attribute = recipe.rpartition(":")
+    if before.recipe_file is None or attribute != before.recipe.rpartition(":")[2]:
+        return False
+    return Path(source).resolve() == Path(before.recipe_file["path"]).resolve()
 
 
 def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cell, str]]:

@@ -1,6 +1,7 @@
 """The command as a person or a script meets it."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,6 +255,127 @@ def test_a_recipe_may_import_what_lies_beside_it_when_it_needs_it(
         assert main([*TRAIN, "--recipe", f"{recipes}:lazy", "--run-dir", "r", "--quiet"]) == 0
     finally:
         sys.modules.pop("beside", None)
+
+
+# -- recipes that are found again ------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(recipes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One whose recipe has a relative name; and then one is elsewhere."""
+    name = Path(recipes).name
+    assert main([*TRAIN, "--recipe", f"{name}:recipe", "--run-dir", "r", "--steps", "2"]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    return tmp_path / "r"
+
+
+def described(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "config.json").read_text())
+    return found
+
+
+def test_a_run_goes_on_from_any_folder(
+    run: Path, recipes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = hashlib.sha256(Path(recipes).read_bytes()).hexdigest()
+    kept = {"path": recipes, "sha256": digest, "folder": None}
+    assert described(run)["recipe_file"] == kept
+    assert main(["eval", str(run)]) == 0
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+    assert described(run)["recipe_file"] == kept
+    assert described(run)["config"]["recipe"] == "recipes.py:recipe", "what people are shown"
+    flags = ["--config", str(run / "config.json"), "--run-dir", "again"]
+    assert main([*TRAIN, *flags]) == 0
+    assert described(Path("again"))["recipe_file"] == kept
+    assert capsys.readouterr().err == ""
+
+
+def test_the_processes_of_a_run_find_the_recipe_from_any_folder(run: Path) -> None:
+    flags = ["--engine", "local", "--steps", "3", "--workers", "1"]
+    assert main(["train", "--resume", str(run), *flags]) == 0
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_recipe_that_has_changed_is_told_in_a_line(
+    run: Path,
+    recipes: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Path(recipes).open("a") as file:
+        file.write("# a thought\n")
+    line = f"the recipe's file {recipes} has changed since the start"
+    assert main(["eval", str(run)]) == 0
+    assert caplog.messages == [line]
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+    assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
+    assert line not in capsys.readouterr().out, "that is what it was when it went on"
+
+
+def test_a_recipe_that_is_gone_can_be_given(
+    run: Path, recipes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = tmp_path / "moved.py"
+    Path(recipes).rename(moved)
+    remedy = f"file {recipes} is not there any more; say where it is: --recipe FILE.py:recipe"
+    for command in (["eval", str(run)], ["train", "--resume", str(run), "--steps", "3"]):
+        capsys.readouterr()
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert remedy in error and len(error.splitlines()) == 1
+        assert main([*command, "--recipe", "../moved.py:recipe"]) == 0
+    assert described(run)["recipe_file"]["path"] == str(tmp_path / "elsewhere" / "../moved.py")
+    assert offbeat.evaluate(run, recipe=f"{moved}:recipe") == offbeat.evaluate(run)
+    result = offbeat.resume(run, f"{moved}:recipe", steps=4, quiet=True)
+    assert result.summary["gradients"] == 8
+
+
+def test_a_recipe_that_moved_with_the_run_is_found_by_its_name(
+    run: Path, recipes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    Path(recipes).rename(there / "recipes.py")
+    monkeypatch.chdir(there)
+    assert main(["eval", str(run.rename(there / "r"))]) == 0
+    Path("recipes.py").write_text(Path("recipes.py").read_text() + "# another one\n")
+    assert main(["eval", "r"]) == 2, "who knows what that is"
+
+
+def test_a_module_is_imported_again_from_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    package = tmp_path / "project" / "zoo"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "sizes.py").write_text("STEPS = 2\n")
+    text = "from helpers import toy_recipe\nfrom .sizes import STEPS\nrecipe = toy_recipe()\n"
+    (package / "toys.py").write_text(text)
+    monkeypatch.chdir(package.parent)
+    assert main([*TRAIN, "--recipe", "zoo.toys:recipe", "--run-dir", "r", "--steps", "2"]) == 0
+    run = package.parent / "r"
+    kept = described(run)["recipe_file"]
+    assert (kept["path"], kept["folder"]) == (str(package / "toys.py"), str(package.parent))
+    monkeypatch.chdir(tmp_path)
+
+    def forget() -> None:
+        sys.path.remove(str(package.parent))
+        for name in ("zoo", "zoo.toys", "zoo.sizes"):
+            del sys.modules[name]
+
+    forget()
+    assert main(["eval", str(run)]) == 0
+    forget()
+    package.rename(tmp_path / "zoo_of_old")
+    capsys.readouterr()
+    assert main(["eval", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "importing zoo.toys failed" in error and "say where it is with --recipe" in error
 
 
 @pytest.mark.parametrize("where", [">&-", "> /dev/full"])

@@ -105,6 +105,21 @@ def test_whoever_comes_early_waits_and_says_for_whom(tmp_path: Path) -> None:
         assert finish(made, master).summary["gradients"] == 2 * 5 * 12
 
 
+def test_others_are_told_the_recipe_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On their machines it lies elsewhere; where it is on its own the master keeps for itself."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from helpers import toy_recipe\nown = toy_recipe()\n")
+    with cluster(tmp_path, servers=1, workers=2, recipe="mine.py:own") as made:
+        finish(made, made.start_all())
+        told = made.servers_message()
+    assert told["config"]["recipe"] == "mine.py:own" and str(tmp_path) not in json.dumps(told)
+    kept = json.loads((made.run_dir / "config.json").read_text())
+    assert kept["recipe_file"]["path"] == str(tmp_path / "mine.py")
+    assert kept["resolved"]["devices"] == ["cpu", None], "those of others are not known here"
+
+
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=2) as made:
         made.start_timeout_s = 0.5

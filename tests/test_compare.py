@@ -240,6 +240,34 @@ def test_python_goes_on_with_what_was_not_said_again(tmp_path: Path) -> None:
     assert len(done.summaries) == 2, "no larger than it was"
 
 
+def test_a_comparison_goes_on_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, other = tmp_path / "mine.py", tmp_path / "other"
+    file.write_text("from helpers import toy_recipe\nown = toy_recipe()\n")
+    other.mkdir()
+    monkeypatch.chdir(tmp_path)
+    flags = ["compare", *FLAGS, "--workers", "1", "--out", str(tmp_path / "c")]
+    assert main([*flags, "--recipe", "mine.py:own"]) == 0
+    monkeypatch.chdir(other)
+    again = ["compare", "--resume", "--out", str(tmp_path / "c")]
+    assert main([*again, "--seeds", "2"]) == 0
+    assert "has changed" not in capsys.readouterr().out
+    file.write_text(file.read_text() + "# a thought\n")
+    assert main([*again, "--seeds", "3", "--recipe", "../mine.py:own"]) == 0
+    told = f"the recipe's file {file} has changed since the start"
+    assert capsys.readouterr().out.splitlines().count(told) == 1
+    configs = [json.loads(path.read_text()) for path in (tmp_path / "c").glob("*/*/config.json")]
+    assert {(c["config"]["recipe"], c["recipe_file"]["path"]) for c in configs} == {
+        ("mine.py:own", str(file))
+    }
+    assert len(configs) == 6
+    (other / "mine.py").write_text(file.read_text())
+    for wrong in ("../mine.py:recipe", "../other/mine.py:own"):
+        assert main([*again, "--recipe", wrong]) == 2
+        assert f"the comparison is of mine.py:own, not of {wrong}" in capsys.readouterr().err
+
+
 def test_a_file_that_compares_when_it_is_imported_does_not_start_itself_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

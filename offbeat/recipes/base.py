@@ -1,12 +1,15 @@
 """What a recipe is, and how one is found by its name.
 
 A recipe is a model, its data, a loss, a metric, an optimizer and a schedule. The built-in ones have
-names; a user's own is `package.module:attribute` or `path/to/file.py:attribute`.
+names; a user's own is `package.module:attribute` or `path/to/file.py:attribute`. A run keeps where
+that was found, so that it goes on from any folder.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -191,8 +194,31 @@ class Recipe:
                 raise RecipeError(f"a recipe's {name} must be at least 1, not {value!r}")
 
 
-def load_recipe(name: str) -> Recipe:
-    """The recipe called `name`, or a RecipeError of one line."""
+@dataclass(frozen=True, kw_only=True)
+class RecipeFile:
+    """Where a recipe of the user's was found: `recipe_file` in config.json."""
+
+    path: str
+    """Absolute."""
+    sha256: str
+    folder: str | None
+    """What its module is imported from; None: it is named by its file, or installed."""
+
+    @classmethod
+    def kept(cls, described: Mapping[str, Any]) -> "RecipeFile | None":
+        """Out of config.json, or compare.json; None: the recipe has no file of its own."""
+        found = described.get("recipe_file")
+        return None if found is None else cls(**found)
+
+    def change(self, now: "RecipeFile | None") -> str | None:
+        """What to say of the file that is used now; None: it is what it was."""
+        if now is None or now.sha256 == self.sha256:
+            return None
+        return f"the recipe's file {now.path} has changed since the start"
+
+
+def load_recipe(name: str, kept: RecipeFile | None = None) -> Recipe:
+    """The recipe called `name`, or a RecipeError of one line; `kept`: where it was found before."""
     source, colon, attribute = name.rpartition(":")
     if not colon:
         if name.endswith(".py"):
@@ -203,7 +229,10 @@ def load_recipe(name: str) -> Recipe:
                 f"(your own: path/to/file.py:attribute)"
             )
         source, _, attribute = BUILT_IN[name].partition(":")
-    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    if source.endswith(".py"):
+        module = _import_file(_find_file(name, kept))
+    else:
+        module = _import_module(source, kept)
     if not hasattr(module, attribute):
         known = [k for k, v in vars(module).items() if isinstance(v, Recipe)]
         hint = nearest(attribute, known) if known else "there is no recipe in it"
@@ -212,6 +241,49 @@ def load_recipe(name: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"{name} is a {type(recipe).__name__}, not an offbeat.Recipe")
     return recipe
+
+
+def locate(name: str, kept: RecipeFile | None = None) -> RecipeFile | None:
+    """Where the recipe called `name`, which has been loaded, comes from; None: it is built in, or
+    there is no file that one could go back to."""
+    source, colon, _ = name.rpartition(":")
+    folder = None
+    if colon and source.endswith(".py"):
+        path = _find_file(name, kept).absolute()
+    else:
+        path = Path(getattr(sys.modules.get(source), "__file__", None) or "")
+        folder = _import_folder(source, path)
+    return (
+        RecipeFile(path=str(path), sha256=_digest(path), folder=folder) if path.is_file() else None
+    )
+
+
+def _find_file(name: str, kept: RecipeFile | None) -> Path:
+    """The file in a recipe's name: where it was, or where the name says if it is the same there."""
+    source, _, attribute = name.rpartition(":")
+    if kept is None or Path(kept.path).is_file():
+        return Path(source if kept is None else kept.path)
+    if Path(source).is_file() and _digest(Path(source)) == kept.sha256:
+        return Path(source)
+    raise RecipeError(
+        f"the recipe's file {kept.path} is not there any more; say where it is: "
+        f"--recipe FILE.py:{attribute}"
+    )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _import_folder(module_name: str, path: Path) -> str | None:
+    """The folder that makes a module importable; None: it is installed."""
+    inner = Path(*module_name.split("."))
+    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
+    for entry in sys.path:
+        folder = Path(entry).absolute()
+        if path in (folder / f"{inner}.py", folder / inner / "__init__.py"):
+            return None if str(folder) in installed else str(folder)
+    return None
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -231,14 +303,19 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _import_module(name: str) -> ModuleType:
+def _import_module(name: str, kept: RecipeFile | None) -> ModuleType:
     _make_importable(Path.cwd())
+    if kept is not None and kept.folder is not None:
+        _make_importable(Path(kept.folder))
     try:
         return importlib.import_module(name)
     except OffbeatError:
         raise
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"importing {name} failed: {in_a_line(error)}") from error
+        was = ""
+        if kept is not None and not Path(kept.path).is_file():
+            was = f"; {kept.path} is not there any more: say where it is with --recipe"
+        raise RecipeError(f"importing {name} failed: {in_a_line(error)}{was}") from error
 
 
 def _make_importable(folder: Path) -> None:

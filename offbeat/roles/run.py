@@ -26,7 +26,7 @@ from offbeat.data.shared import open_shared
 from offbeat.errors import StepError
 from offbeat.events import EventLog
 from offbeat.job import Facts, Job, rejoin_job
-from offbeat.recipes.base import load_recipe
+from offbeat.recipes.base import RecipeFile, load_recipe
 from offbeat.roles.evaluator import Evaluator
 from offbeat.roles.master import Master
 from offbeat.roles.server import Server
@@ -81,8 +81,9 @@ def run_role(config: TrainConfig, role: str, index: int, control: Control | None
 
 
 def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
-    facts = Facts(**folder.read_json(folder.config)["job"])
-    return rejoin_job(config, load_recipe(config.recipe), facts, _sources(role))
+    described = folder.read_json(folder.config)
+    recipe = load_recipe(config.recipe, RecipeFile.kept(described))
+    return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role))
 
 
 def _sources(role: str) -> dict[str, Source] | None:
