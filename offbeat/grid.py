@@ -7,6 +7,7 @@ Used by comparing.py and by the command line, which tells what is wrong before t
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -155,7 +156,8 @@ def make_grid(
 
 def merge(before: Grid, given: Grid) -> Grid:
     """The grid to go on with: it may have become larger; all else must be as it was."""
-    if given.recipe != before.recipe and not _is_same_file(before, given.recipe):
+    file = before.recipe_file
+    if given.recipe != before.recipe and (file := _same_file(before, given.recipe)) is None:
         raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
     for name, now in given.options.items():
         was = before.options.get(name, options()[name].default)
@@ -170,15 +172,21 @@ def merge(before: Grid, given: Grid) -> Grid:
     }
     changed = {k: v for k, v in given.options.items() if k in OF_NO_MATTER}
     seeds = max(before.seeds, given.seeds)
-    return dataclasses.replace(before, **axes, seeds=seeds, options={**before.options, **changed})
+    merged = {**before.options, **changed}
+    return dataclasses.replace(before, **axes, seeds=seeds, options=merged, recipe_file=file)
 
 
-def _is_same_file(before: Grid, recipe: str) -> bool:
-    """Whether that is the comparison's recipe, as one calls it from another folder."""
+def _same_file(before: Grid, recipe: str) -> Mapping[str, Any] | None:
+    """Where the comparison's recipe is, if `recipe` is another name of its file, or of one with
+    the same content; None: it is another recipe."""
     source, _, attribute = recipe.rpartition(":")
-    if before.recipe_file is None or attribute != before.recipe.rpartition(":")[2]:
-        return False
-    return Path(source).resolve() == Path(before.recipe_file["path"]).resolve()
+    kept, path = before.recipe_file, Path(source)
+    if kept is None or attribute != before.recipe.rpartition(":")[2] or not path.is_file():
+        return None
+    if path.resolve() == Path(kept["path"]).resolve():
+        return kept
+    is_same = hashlib.sha256(path.read_bytes()).hexdigest() == kept["sha256"]
+    return {**kept, "path": str(path.absolute())} if is_same else None
 
 
 def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cell, str]]:

@@ -262,10 +262,14 @@ def test_a_comparison_goes_on_from_any_folder(
         ("mine.py:own", str(file))
     }
     assert len(configs) == 6
-    (other / "mine.py").write_text(file.read_text())
+    (other / "mine.py").write_text("from toy import recipe as own\n")
     for wrong in ("../mine.py:recipe", "../other/mine.py:own"):
         assert main([*again, "--recipe", wrong]) == 2
         assert f"the comparison is of mine.py:own, not of {wrong}" in capsys.readouterr().err
+    file.rename(other / "moved.py")
+    assert main(again) == 2
+    assert "say where it is: --recipe FILE.py:own" in capsys.readouterr().err
+    assert main([*again, "--recipe", "moved.py:own"]) == 0
 
 
 def test_a_file_that_compares_when_it_is_imported_does_not_start_itself_again(
