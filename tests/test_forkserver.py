@@ -186,6 +186,20 @@ def test_children_compute_with_threads_and_draw_their_own_numbers(start: Start) 
     assert all(a != b for a, b in zip(found[0]["drawn"], found[1]["drawn"], strict=True))
 
 
+def test_an_answer_that_ctrl_c_kept_from_being_heard_is_passed_over(
+    start: Start, shared: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    assert start("token").end() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "_hear", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            shared.look_at(os.getpid())
+    assert start("token").end() == 0
+
+
 # -- the fork server's own end ---------------------------------------------------------------------
 
 
