@@ -5,6 +5,7 @@ is minus the number of gradients that are in its shard. Sums of whole numbers ar
 a gradient that was applied twice, or is missing without being accounted for, shows.
 """
 
+import json
 import os
 import random
 import signal
@@ -14,9 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processes import LocalRun, leftovers
+from processes import find_processes, leftovers
 
+from offbeat.api import train_config
 from offbeat.checkpoint import newest_checkpoint
+from offbeat.config import make_config
+from offbeat.engines.forkserver import ForkServer
+from offbeat.progress import Display, Status
 
 ORACLE_FILE = """
 import time
@@ -108,18 +113,75 @@ def _draw_fault(draw: random.Random, after: float, servers: int, workers: int) -
     return Fault(after, role, signal.SIGSTOP, draw.choice([0.0, 0.3, 1.0, SILENT_S]))
 
 
-class ChaosRun(LocalRun):
-    """A run of the oracle under a plan."""
+class Notes(Display):
+    """What a person would have been told."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def update(self, status: Status) -> None:
+        return
+
+    def notice(self, text: str) -> None:
+        self.lines.append(text)
+
+    def close(self) -> None:
+        return
+
+
+class ChaosRun:
+    """A run of the oracle under a plan: the engine in a thread of this process, the roles as
+    processes, so that a run takes little more than its steps."""
+
+    def __init__(self, folder: Path, plan: Plan, forks: ForkServer | None) -> None:
         self.plan = plan
-        flags = ["--discipline", plan.discipline, "--servers", str(plan.servers)]
-        flags += ["--workers", str(plan.workers), "--steps", str(plan.steps)]
-        flags += ["--checkpoint-every", str(plan.checkpoint_every), "--eval-every", "0"]
-        flags += ["--max-restarts", "20", "--worker-timeout", str(SILENT_S)]
+        self.run_dir = folder / "run"
+        self.notes = Notes()
+        self.error: BaseException | None = None
+        self._done = dict.fromkeys(range(plan.workers), 0)
+        self._read: dict[Path, int] = {}
+        """How many bytes of each file of events were seen."""
+        recipe = folder / "oracle.py"
+        recipe.write_text(ORACLE_FILE)
+        options = {
+            "recipe": f"{recipe}:recipe",
+            "run_dir": str(self.run_dir),
+            "discipline": plan.discipline,
+            "servers": plan.servers,
+            "workers": plan.workers,
+            "steps": plan.steps,
+            "checkpoint_every": plan.checkpoint_every,
+            "eval_every": 0,
+            "max_restarts": 20,
+            "worker_timeout": SILENT_S,
+            "threads": 1,
+            "device": "cpu",
+        }
         if plan.discipline == "sync":
-            flags += ["--reduce", "sum"]  # the parameters are to count gradients, not rounds
-        super().__init__(folder, *flags, source=ORACLE_FILE)
+            options["reduce"] = "sum"  # the parameters are to count gradients, not rounds
+        config = make_config(options)
+
+        def run() -> None:
+            try:
+                train_config(config, display=lambda title, total: self.notes, forks=forks)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name="engine", daemon=True)
+        self.thread.start()
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        self.thread.join(within_s)
+        return not self.thread.is_alive()
+
+    def pids(self, role: str = "") -> list[int]:
+        return find_processes(self.run_dir, role)
+
+    def kill_all(self) -> None:
+        """Until the engine gives up: the run hangs."""
+        while not self.has_ended(0.1):
+            for pid in self.pids():
+                _signal(pid, signal.SIGKILL)
 
     def strike(self) -> None:
         """Have every fault happen in its turn, as long as the run lasts."""
@@ -139,21 +201,31 @@ class ChaosRun(LocalRun):
         """Wait until so much is done; False: the run was over before."""
         count = int(share * self.plan.steps)
         deadline_s = time.monotonic() + 60
-        while self.process.poll() is None and time.monotonic() < deadline_s:
+        while not self.has_ended() and time.monotonic() < deadline_s:
             if min(self.steps_done()) >= count:
                 return True
             time.sleep(0.005)
         return False
 
     def steps_done(self) -> list[int]:
-        done = dict.fromkeys(range(self.plan.workers), 0)
-        for event in self.events("step"):
-            done[event["worker"]] = max(done[event["worker"]], event["step"])
-        return list(done.values())
+        """Of each worker; reads only what is new, so that it may be asked often."""
+        for path in (self.run_dir / "events").glob("worker-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                lines = file.read().rpartition(b"\n")[0]
+            self._read[path] = self._read.get(path, 0) + len(lines) + bool(lines)
+            for event in map(json.loads, lines.splitlines()):
+                if event["kind"] == "step":
+                    rank = event["worker"]
+                    self._done[rank] = max(self._done[rank], event["step"])
+        return list(self._done.values())
 
     def complaints(self) -> Iterator[str]:
         """What is not as it must be after a run that ended by itself."""
-        plan, summary = self.plan, self.summary()
+        if self.error is not None:
+            yield f"it failed: {self.error}"
+            return
+        plan, summary = self.plan, json.loads((self.run_dir / "summary.json").read_text())
         planned = plan.workers * plan.steps
         if summary["status"] != "finished":
             yield f"it is {summary['status']}"
