@@ -27,9 +27,10 @@ from offbeat.engines.inproc import InprocEngine
 from offbeat.engines.local import LocalEngine
 from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
+from offbeat.importing import FILE_PREFIX
 from offbeat.job import Facts, Job, make_job, rejoin_job
 from offbeat.progress import MakeDisplay, make_display
-from offbeat.recipes.base import FILE_PREFIX, Recipe, RecipeFile, load_recipe, locate
+from offbeat.recipes.base import Recipe, RecipeFile, load_recipe, locate
 from offbeat.report.summary import summarise
 from offbeat.roles.evaluator import Evaluator, metric_name, score_line
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
@@ -413,11 +414,10 @@ def _notices(job: Job, change: str | None) -> Iterator[str]:
 
 def _title(job: Job, folder: RunFolder) -> str:
     config = job.config
-    bound = f" {config.staleness:g}" if config.staleness is not None else ""
     servers = f"{config.servers} server{'s' * (config.servers > 1)}"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     return (
-        f"{config.recipe}: {job.manifest.num_elements:,} parameters, {config.discipline}{bound}, "
+        f"{config.recipe}: {job.manifest.num_elements:,} parameters, {config.variant}, "
         f"{servers}, {workers} -> {folder.path}"
     )
 

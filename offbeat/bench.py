@@ -39,7 +39,7 @@ from offbeat.cluster import Cluster, ClusterNetwork
 from offbeat.config import TrainConfig, make_config
 from offbeat.control import DATA_VARIABLE, REPORT_EVERY_S, Control
 from offbeat.data.shared import open_shared, share
-from offbeat.disciplines import make_discipline
+from offbeat.disciplines import ApplyReply
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConnectionClosedError, RunError
 from offbeat.events import EventLog, read_events
@@ -193,7 +193,7 @@ def _open_server(listener: Listener, num_elements: int) -> Iterator[EventLog]:
     events = EventLog(Path(os.devnull))
     server = Server(
         Shard(torch.zeros(num_elements), [Segment(0, 0, 0, num_elements)], SGD(lr=LR)),
-        make_discipline("apply-reply", [0]),
+        ApplyReply([0]),
         listener,
         index=0,
         agreement=_HELLO,

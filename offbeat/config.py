@@ -17,11 +17,14 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from offbeat import disciplines
+from offbeat.disciplines import Bounded, Discipline, Sync
 from offbeat.errors import ConfigError, nearest
+from offbeat.plugins import Choice, Option, find, parse, read_options
 
-DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded")
+DISCIPLINES = tuple(disciplines.BUILT_IN)
 ENGINES = ("local", "inproc", "cluster")
 SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
@@ -29,11 +32,10 @@ ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
-DISCIPLINE_OPTIONS = ("reduce", "backup_workers", "round_timeout", "staleness")
-"""Options that mean something under one discipline only."""
 INJECTED = ("slow_worker", "kill_worker")
 """Options that make a worker worse than it is."""
-DEFAULT_STALENESS = 1.0
+PLUGINS = ("reduce",)
+"""Options that can also name a class of the user's own; disciplines are looked up here already."""
 MOST_THREADS = 1024
 
 
@@ -77,6 +79,17 @@ KIND_NAMES = {
 }
 
 
+def _option_of(kind: type[Discipline], flag: str, **more: Any) -> Any:
+    """An option that means something under one discipline, which says all there is to say of it;
+    `more` replaces its default."""
+    option = next(option for option in kind.options if option.flag == flag)
+    shown = f"{kind.name}: {option.help}"
+    if more:
+        shown += f" (default: {option.default:g})"
+    exact = whole if option.whole and option.most < math.inf else number
+    return _option(more.get("default", option.default), exact, shown)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What `offbeat train` can be told. None stands for "as the recipe or the machine suggests"."""
@@ -90,7 +103,8 @@ class TrainConfig:
         "apply-reply",
         text,
         f"when gradients are applied: {', '.join(DISCIPLINES)}; bounded:S and sync:B say "
-        f"--staleness and --backup-workers too",
+        f"--staleness and --backup-workers too; your own: package.module:Class or "
+        f"path/to/file.py:Class",
     )
     servers: int = _option(1, whole, "parameter servers, each with a slice of the parameters")
     workers: int = _option(2, whole, "workers, the master among them")
@@ -113,13 +127,9 @@ class TrainConfig:
     reduce: str = _option(
         "mean", text, "sync: what becomes of a round's gradients", choices=("mean", "sum")
     )
-    backup_workers: int = _option(0, whole, "sync: close a round without this many of the slowest")
-    round_timeout: float = _option(
-        math.inf, number, "sync: close a round this many seconds after its first gradient"
-    )
-    staleness: float | None = _option(
-        None, number, "bounded: how many steps one may be ahead of the slowest, or inf (default: 1)"
-    )
+    backup_workers: int = _option_of(Sync, "backup_workers")
+    round_timeout: float = _option_of(Sync, "round_timeout")
+    staleness: float | None = _option_of(Bounded, "staleness", default=None)
     split: str = _option(
         "disjoint",
         text,
@@ -203,6 +213,24 @@ class TrainConfig:
     quiet: bool = _option(False, yes_or_no, "print the result only")
 
     @property
+    def chosen(self) -> Choice[Discipline]:
+        """The discipline, with its options, wherever they were given."""
+        source, parts = parse(self.discipline, disciplines.BUILT_IN)
+        kind = find(source, disciplines.BUILT_IN, Discipline, "discipline")
+        given = read_options(kind, source, parts)
+        values = {}
+        for option in kind.options:
+            value = given.get(option.flag, getattr(self, option.flag, None))
+            values[option.name] = option.default if value is None else value
+        return Choice(kind, source, values)
+
+    @property
+    def variant(self) -> str:
+        """The discipline and its options in a word, as titles and reports have it."""
+        rule = "" if self.reduce == options()["reduce"].default else f", {self.reduce}"
+        return self.chosen.label + rule
+
+    @property
     def num_towers(self) -> int:
         return len(self.devices.split(",")) if self.devices else 1
 
@@ -229,7 +257,7 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
         if config.threads is not None and config.threads > MOST_THREADS:
             raise ConfigError(f"threads must be at most {MOST_THREADS}, not {config.threads}")
-        for name in ("lr", "round_timeout", "worker_timeout"):
+        for name in ("lr", "worker_timeout"):
             value = getattr(config, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be above 0, not {value:g}")
@@ -241,11 +269,6 @@ class TrainConfig:
             raise ConfigError("device and devices both say where to compute: give one of the two")
         if config.device is not None and "," in config.device:
             raise ConfigError(f"several devices are given by devices, as --devices {config.device}")
-        if config.backup_workers >= config.workers:
-            raise ConfigError(
-                f"backup_workers must be below the number of workers: {config.backup_workers} of "
-                f"{config.workers} would leave nobody to wait for"
-            )
         _check_injected(config)
         return config
 
@@ -260,7 +283,6 @@ _LEAST = {
     "epochs": 1,
     "steps": 1,
     "batch_size": 1,
-    "backup_workers": 0,
     "seed": 0,
     "threads": 1,
     "max_restarts": 0,
@@ -291,11 +313,12 @@ def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     overruled = set(given)
     if "steps" in given or "epochs" in given:
         overruled |= {"steps", "epochs"}
-    name, colon, _ = str(given.get("discipline", "")).partition(":")
-    if name and name != str(before.get("discipline", "")).partition(":")[0]:
-        overruled |= set(DISCIPLINE_OPTIONS)
-    if colon:
-        overruled |= {"staleness", "backup_workers"}
+    if "discipline" in given:
+        source, parts = parse(str(given["discipline"]), disciplines.BUILT_IN)
+        if source != parse(str(before.get("discipline", "")), disciplines.BUILT_IN)[0]:
+            overruled |= {*discipline_options(), "reduce"}
+        elif parts:
+            overruled |= discipline_options()
     return {key: value for key, value in before.items() if key not in overruled}
 
 
@@ -348,6 +371,8 @@ def convert(key: str, value: Any) -> Any:
 
 def _check_choice(name: str, value: Any) -> None:
     choices = options()[name].metadata["choices"]
+    if name in PLUGINS and ":" in value:
+        return  # one of the user's own
     if value is not None and choices and value not in choices:
         raise ConfigError(f"unknown {name} {value!r}; {nearest(value, choices)}")
 
@@ -378,36 +403,74 @@ def _check_injected(config: TrainConfig) -> None:
         )
 
 
+def discipline_options() -> set[str]:
+    """Options that mean something under one discipline only."""
+    return {option.flag for kind in disciplines.BUILT_IN.values() for option in kind.options}
+
+
 def _resolve_discipline(config: TrainConfig) -> TrainConfig:
     """Take bounded:2 apart, and refuse options that the chosen discipline would ignore."""
-    name, colon, short = config.discipline.partition(":")
-    if name not in DISCIPLINES:
-        raise ConfigError(f"unknown discipline {name!r}; {nearest(name, DISCIPLINES)}")
-    if colon and name not in ("bounded", "sync"):
+    source, parts = parse(config.discipline, disciplines.BUILT_IN)
+    kind = find(source, disciplines.BUILT_IN, Discipline, "discipline")
+    given = read_options(kind, source, parts)
+    known = {option.flag: option for option in kind.options}
+    _refuse_foreign(config, kind, known)
+    fields: dict[str, Any] = {}
+    rest = []
+    for flag, option in known.items():
+        if flag in options():
+            fields[flag] = _given_once(config, flag, option, given)
+        elif flag in given:
+            option.check(given[flag])
+            rest.append(f"{flag}={given[flag]:g}")
+    fields |= {
+        "discipline": ":".join([_from_anywhere(source, config), *rest]),
+        "reduce": _from_anywhere(config.reduce, config),
+    }
+    config = dataclasses.replace(config, **fields)
+    if complaint := kind.complaint(config.workers, config.chosen.values):
+        raise ConfigError(complaint)
+    return config
+
+
+def _from_anywhere(source: str, config: TrainConfig) -> str:
+    """Where a class of the user's is, for processes and people in other folders too; not on other
+    machines, where the same name leads to a place of their own."""
+    path, _, name = source.rpartition(":")
+    if config.engine == "cluster" or not path.endswith(".py"):
+        return source
+    return f"{Path(path).absolute()}:{name}"
+
+
+def _refuse_foreign(
+    config: TrainConfig, kind: type[Discipline], known: Mapping[str, Option]
+) -> None:
+    """An option that belongs to another discipline is not passed over."""
+    for other in disciplines.BUILT_IN.values():
+        for option in other.options:
+            default = options()[option.flag].default
+            if option.flag not in known and getattr(config, option.flag) != default:
+                raise ConfigError(
+                    f"{option.flag} belongs to the discipline {other.name}, not to {kind.name}"
+                )
+    reduce = options()["reduce"]
+    if not kind.merges and config.reduce in reduce.metadata["choices"][1:]:
+        merging = [k.name for k in disciplines.BUILT_IN.values() if k.merges]
         raise ConfigError(
-            f"only bounded and sync take a number, as in bounded:2; not {config.discipline!r}"
+            f"reduce belongs to the discipline {' or '.join(merging)}, not to {kind.name}"
         )
-    staleness, backup_workers = config.staleness, config.backup_workers
-    if colon and name == "sync":
-        backup_workers = convert("backup_workers", short)
-        if config.backup_workers not in (0, backup_workers):
-            raise ConfigError(
-                f"{config.discipline} contradicts backup_workers {config.backup_workers}"
-            )
-    elif colon:
-        staleness = convert("staleness", short)
-        if config.staleness not in (None, staleness):
-            raise ConfigError(f"{config.discipline} contradicts staleness {config.staleness:g}")
-    if staleness is not None and name != "bounded":
-        raise ConfigError(f"staleness belongs to the discipline bounded, not to {name}")
-    if name == "bounded":
-        staleness = DEFAULT_STALENESS if staleness is None else staleness
-        if staleness < 0 or not (staleness == math.inf or staleness.is_integer()):
-            raise ConfigError(f"staleness must be 0, 1, 2, ... or inf, not {staleness:g}")
-    if name != "sync":
-        for option in DISCIPLINE_OPTIONS[:3]:
-            if getattr(config, option) != options()[option].default:
-                raise ConfigError(f"{option} belongs to the discipline sync, not to {name}")
-    return dataclasses.replace(
-        config, discipline=name, staleness=staleness, backup_workers=backup_workers
-    )
+
+
+def _given_once(
+    config: TrainConfig, flag: str, option: Option, given: Mapping[str, float]
+) -> float:
+    """An option's value, which a short form and a flag must not give differently."""
+    value, default = getattr(config, flag), options()[flag].default
+    if flag in given:
+        short = convert(flag, given[flag])
+        if value not in (default, short):
+            raise ConfigError(f"{config.discipline} contradicts {flag} {value:g}")
+        value = short
+    value = convert(flag, option.default) if value is None else value
+    option.check(value)
+    return cast("float", value)

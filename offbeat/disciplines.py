@@ -11,10 +11,13 @@ that order:
 There is no thread, socket, clock or arithmetic in this file, so the same classes run in a live
 server and in tests that script every interleaving:
 
-    >>> ApplyReply([0, 1]).on_push(Push(worker=0, sequence=1))
-    [Apply(pushes=(Push(worker=0, sequence=1),)), Reply(worker=0)]
-    >>> ReplyApply([0, 1]).on_push(Push(worker=0, sequence=1))
-    [Reply(worker=0), Apply(pushes=(Push(worker=0, sequence=1),))]
+    >>> ApplyReply([0, 1]).on_push(push := Push(worker=0, sequence=1)) == [Apply((push,)), Reply(0)]
+    True
+    >>> ReplyApply([0, 1]).on_push(push) == [Reply(0), Apply((push,))]
+    True
+
+Each class also says what there is to know about it, so that nobody has to ask for its name. One of
+your own works like a recipe: `--discipline path/file.py:Class`; examples/drop_stale.py is one.
 
 What a server promises in return, and what the classes rely on: one event at a time (unless
 `locked` is False); a worker pushes only after it joined or got a reply; every push is handed over
@@ -23,8 +26,11 @@ once.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.plugins import Option, Plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,14 @@ class Push:
 
     worker: int
     sequence: int
+    base_version: int = 0
+    """The version of the shard that it was computed on."""
+    version: int = 0
+    """The version of the shard when it came."""
+
+    @property
+    def staleness(self) -> int:
+        return self.version - self.base_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,7 @@ class Drop:
 Action = Apply | Reply | Drop
 
 
-class Discipline(ABC):
+class Discipline(Plugin, ABC):
     """The rule for when a pushed gradient is applied and when its worker gets parameters back.
 
     `workers` are those the run starts with. They count as present from the beginning, so that
@@ -61,11 +75,31 @@ class Discipline(ABC):
     reported as left.
     """
 
-    locked = True
+    in_rounds: ClassVar[bool] = False
+    """Whether it waits for a gradient of every worker, so that it is late when a round closed."""
+    merges: ClassVar[bool] = False
+    """Whether an update may be made out of several gradients."""
+    locked: ClassVar[bool] = True
     """Whether the server must keep events and actions of different workers apart."""
+    exact: ClassVar[bool] = True
+    """Whether every version can be had as it was when asked for before it is there."""
 
     def __init__(self, workers: Iterable[int]) -> None:
         self.present = set(workers)
+
+    @classmethod
+    def complaint(cls, num_workers: int, values: Mapping[str, float]) -> str:
+        """What makes no sense for so many workers; nothing: it does."""
+        return ""
+
+    @property
+    def gradients_per_update(self) -> int:
+        """How many gradients make an update while all workers are at work."""
+        return 1
+
+    def num_updates(self, steps: Sequence[int]) -> int:
+        """How many updates there will be if the workers take so many steps and none is dropped."""
+        return -(-sum(steps) // self.gradients_per_update)
 
     @abstractmethod
     def on_push(self, push: Push) -> list[Action]:
@@ -90,6 +124,8 @@ class ApplyReply(Discipline):
     """Asynchronous: a worker gets back parameters that contain its own gradient, and waits for
     nobody."""
 
+    name = "apply-reply"
+
     def on_push(self, push: Push) -> list[Action]:
         return [Apply((push,)), Reply(push.worker)]
 
@@ -97,6 +133,8 @@ class ApplyReply(Discipline):
 class ReplyApply(Discipline):
     """Asynchronous: a worker gets the newest parameters at once; its gradient is applied behind
     its back."""
+
+    name = "reply-apply"
 
     def on_push(self, push: Push) -> list[Action]:
         return [Reply(push.worker), Apply((push,))]
@@ -108,7 +146,9 @@ class LockFree(ReplyApply):
     It keeps no state that a push changes, which is why events may come from many threads at once.
     """
 
+    name = "lock-free"
     locked = False
+    exact = False
 
 
 class Sync(Discipline):
@@ -119,6 +159,26 @@ class Sync(Discipline):
     first tick that long after its first gradient was seen waiting. Whoever comes late is dropped
     and answered.
     """
+
+    name = "sync"
+    in_rounds = True
+    merges = True
+    options = (
+        Option(
+            name="backup_workers",
+            default=0,
+            most=10**6,
+            help="close a round without this many of the slowest",
+        ),
+        Option(
+            name="round_timeout_s",
+            default=math.inf,
+            help="close a round this many seconds after its first gradient",
+            whole=False,
+            above=True,
+            unit="s",
+        ),
+    )
 
     def __init__(
         self,
@@ -134,6 +194,19 @@ class Sync(Discipline):
         self.round_of = dict.fromkeys(self.present, 0)  # whose parameters each worker computes on
         self.arrived: dict[int, Push] = {}
         self.waiting_since: float | None = None
+
+    @classmethod
+    def complaint(cls, num_workers: int, values: Mapping[str, float]) -> str:
+        backups = f"{values['backup_workers']:g} of {num_workers} would leave nobody to wait for"
+        few = values["backup_workers"] < num_workers
+        return "" if few else f"backup_workers must be below the number of workers: {backups}"
+
+    @property
+    def gradients_per_update(self) -> int:
+        return max(1, len(self.round_of))
+
+    def num_updates(self, steps: Sequence[int]) -> int:
+        return max(steps, default=0)  # who has the most to do makes the last rounds alone
 
     def on_push(self, push: Push) -> list[Action]:
         if self.round_of[push.worker] < self.round:
@@ -180,7 +253,17 @@ class Bounded(Discipline):
     sync does, with separate updates; infinity is apply-reply.
     """
 
-    def __init__(self, workers: Iterable[int], *, staleness: float) -> None:
+    name = "bounded"
+    options = (
+        Option(
+            name="staleness",
+            default=1,
+            always_shown=True,
+            help="how many steps one may be ahead of the slowest, or inf",
+        ),
+    )
+
+    def __init__(self, workers: Iterable[int], *, staleness: float = 1) -> None:
         super().__init__(workers)
         self.staleness = staleness
         self.clock = dict.fromkeys(self.present, 0)
@@ -209,24 +292,6 @@ class Bounded(Discipline):
         return [Reply(worker) for worker in ready]
 
 
-def make_discipline(
-    name: str,
-    workers: Iterable[int],
-    *,
-    backup_workers: int = 0,
-    round_timeout_s: float = math.inf,
-    staleness: float = 0,
-) -> Discipline:
-    """The discipline called `name`; each takes from the options what concerns it."""
-    match name:
-        case "sync":
-            return Sync(workers, backup_workers=backup_workers, round_timeout_s=round_timeout_s)
-        case "apply-reply":
-            return ApplyReply(workers)
-        case "reply-apply":
-            return ReplyApply(workers)
-        case "lock-free":
-            return LockFree(workers)
-        case "bounded":
-            return Bounded(workers, staleness=staleness)
-    raise AssertionError(f"no discipline is called {name!r}; the configuration should have said so")
+BUILT_IN: dict[str, type[Discipline]] = {
+    kind.name: kind for kind in (Sync, ApplyReply, ReplyApply, LockFree, Bounded)
+}

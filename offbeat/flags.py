@@ -18,7 +18,6 @@ from offbeat.version import __version__
 TRANSPORTS = ("unix", "tcp", "inproc")
 WAYS = ("tcp", "gloo", "pyzmq", "tls")
 BENCH_RECIPES = ("mnist-sigmoid", "convnet")
-BENCH_DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:1")
 
 Parsers = Mapping[str, argparse.ArgumentParser]
 
@@ -299,7 +298,7 @@ def _add_bench_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", metavar="N", type=_count, help="default: the recipe's")
     seconds = "how long each one trains in a round (default: 6)"
     parser.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
-    _add_list(parser, "disciplines", str, BENCH_DISCIPLINES)
+    _add_list(parser, "disciplines", str, grid.DISCIPLINES)
 
 
 def _add_bench_norm(parser: argparse.ArgumentParser) -> None:

@@ -16,16 +16,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offbeat.config import DISCIPLINE_OPTIONS, INJECTED, TrainConfig, convert, make_config, options
+from offbeat.config import (
+    INJECTED,
+    TrainConfig,
+    convert,
+    discipline_options,
+    make_config,
+    options,
+)
+from offbeat.disciplines import BUILT_IN
 from offbeat.errors import ConfigError, RunDirError
+from offbeat.plugins import Choice
 
-DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:1")
+DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values())
 WORKERS = (1, 2)
 SERVERS = (1,)
 SEEDS = 3
 AXES = ("disciplines", "workers", "servers", "seeds")
-NOT_FOR_A_GRID = ("discipline", "staleness", "backup_workers", "workers", "servers", "run_dir")
-"""Options of train that the axes stand in for."""
+NOT_FOR_A_GRID = (
+    *("discipline", *(kind.options[0].flag for kind in BUILT_IN.values() if kind.options)),
+    *("workers", "servers", "run_dir"),
+)
+"""Options of train that the axes stand in for: NAME:VALUE gives a discipline's first one."""
 ENOUGH = 1_000_000
 """Workers for any number of backups, or checkpoints."""
 OF_NO_MATTER = ("quiet", "data_dir")
@@ -43,7 +55,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        discipline = self.discipline.replace(":", "-")
+        discipline = re.sub(r"[^\w.-]+", "-", self.discipline.rpartition("/")[2])
         return f"{discipline}-{self.workers}w-{self.servers}s/seed-{self.seed}"
 
     @property
@@ -96,8 +108,11 @@ class Grid:
         told |= dataclasses.asdict(cell)
         if told["eval_skipped"]:
             told["keep"] = ENOUGH  # until they are scored
-        if cell.discipline.partition(":")[0] != "sync":
-            told = {k: v for k, v in told.items() if k not in DISCIPLINE_OPTIONS}
+        kind = make_config({"discipline": cell.discipline, "workers": ENOUGH}).chosen.kind
+        foreign = discipline_options() - {option.flag for option in kind.options}
+        if not kind.merges:
+            foreign.add("reduce")
+        told = {k: v for k, v in told.items() if k not in foreign}
         for name in INJECTED:
             if told.get(name):
                 told[name] = _of_these(told[name], cell.workers)
@@ -203,10 +218,11 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
     known: dict[tuple[Any, ...], str] = {}
     for discipline in grid.disciplines:
         config = make_config({"discipline": discipline, "workers": ENOUGH})
-        kind = (config.discipline, config.staleness, config.backup_workers)
-        if kind in known:
-            raise ConfigError(f"{known[kind]} and {discipline} are the same: name one of them")
-        known[kind] = discipline
+        chosen = config.chosen
+        key = (chosen.source, *chosen.values.values())
+        if key in known:
+            raise ConfigError(f"{known[key]} and {discipline} are the same: name one of them")
+        known[key] = discipline
     make_config({k: v for k, v in grid.options.items() if k in ("seed", "keep")})
     injected = {name: grid.options.get(name) for name in (*INJECTED, "engine")}
     most = max(grid.workers, default=1)

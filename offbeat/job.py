@@ -28,7 +28,7 @@ from offbeat.data.batches import (
     prepared_ahead,
     to_device,
 )
-from offbeat.disciplines import Discipline, make_discipline
+from offbeat.disciplines import Discipline
 from offbeat.errors import (
     CheckpointError,
     ConfigError,
@@ -40,8 +40,11 @@ from offbeat.errors import (
 )
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer, schedule_name
+from offbeat.plugins import find
 from offbeat.randomness import make_generator, make_seed
 from offbeat.recipes.base import Recipe, accuracy
+from offbeat.rules import BUILT_IN as RULES
+from offbeat.rules import Rule
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
@@ -65,6 +68,10 @@ class Facts:
     """How many updates each shard will have seen if nobody drops out; None: not known."""
     by_loss: bool = False
     """The recipe has no metric, and is judged by its loss on the test data."""
+    in_rounds: bool = False
+    """An update is a round of all workers' gradients."""
+    variant: str = ""
+    """The discipline and its options, as a report names them."""
     elastic: bool = False
     """Workers may come and go: the run ends with its `total_updates`, whoever made them."""
 
@@ -158,7 +165,7 @@ class Job:
             schedule=self.recipe.schedule,
             total_updates=self.facts.total_updates,
             ema_decay=self.recipe.ema,
-            reduce=self.config.reduce,
+            rule=self.make_rule(),
             fused=self.config.fused,
             floats=torch.zeros(layout.num_floats),
             ints=torch.zeros(layout.num_ints, dtype=torch.int64),
@@ -177,14 +184,11 @@ class Job:
         return ShardState(version=0, tensors=tensors, accounts={})
 
     def make_discipline(self) -> Discipline:
-        config = self.config
-        return make_discipline(
-            config.discipline,
-            range(config.workers),
-            backup_workers=config.backup_workers,
-            round_timeout_s=config.round_timeout,
-            staleness=config.staleness or 0,
-        )
+        chosen = self.config.chosen
+        return chosen.kind(range(self.config.workers), **chosen.values)
+
+    def make_rule(self) -> Rule:
+        return find(self.config.reduce, RULES, Rule, "rule")()
 
     def num_steps(self, rank: int) -> int | None:
         """How many gradients worker `rank` will compute, where that is known beforehand."""
@@ -327,7 +331,7 @@ class Job:
             version = checkpoint.version
             starts = self.starts(checkpoint) or checkpoint.applied()
             known = [max(0, n - starts.get(rank, (0, 0))[1]) for rank, n in enumerate(known)]
-        return version + (max(known) if self.config.discipline == "sync" else sum(known))
+        return version + self.make_discipline().num_updates(known)
 
 
 def make_job(
@@ -370,10 +374,12 @@ def make_job(
         has_test=test is not None,
         total_updates=None,
         by_loss=by_loss,
+        in_rounds=config.chosen.kind.in_rounds,
+        variant=config.variant,
         elastic=elastic
         and known_length
         and config.split == "shared"
-        and config.discipline != "sync",
+        and not config.chosen.kind.in_rounds,
     )
     job = dataclasses.replace(_cut(config, recipe, manifest, facts), train=train, test=test)
     total = job.total_updates_after(checkpoint)
@@ -497,8 +503,7 @@ def _updates_per_epoch(job: Job) -> int:
     if job.facts.num_examples is None:
         return 0
     num_batches = -(-job.facts.num_examples // job.step_size)
-    per_update = job.config.workers if job.config.discipline == "sync" else 1
-    return max(1, num_batches // per_update)
+    return max(1, num_batches // job.make_discipline().gradients_per_update)
 
 
 def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -18,9 +18,11 @@ from typing import Any
 
 from offbeat.bench import Row
 from offbeat.config import make_config
+from offbeat.disciplines import BUILT_IN
 from offbeat.errors import RunError
+from offbeat.plugins import Choice
 
-DISCIPLINES = ("sync", "apply-reply", "reply-apply", "lock-free", "bounded:2")
+DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values())
 NUM_SCORES = 20
 
 
@@ -141,14 +143,13 @@ def _steps(
 def _pushes(
     shard: int, steps: list[dict[str, Any]], discipline: str, workers: int
 ) -> list[dict[str, Any]]:
-    per_round = workers if discipline == "sync" else 1
+    kind = make_config({"discipline": discipline}).chosen.kind
+    per_round = workers if kind.in_rounds else 1
     pushes = []
     for number, step in enumerate(steps):
         version = number // per_round + 1
         at_s = step["start_s"] + step["compute_s"]
-        staleness = (
-            0 if discipline == "sync" else min(version - 1, (number * 7) % (2 * workers - 1))
-        )
+        staleness = 0 if kind.in_rounds else min(version - 1, (number * 7) % (2 * workers - 1))
         pushes.append(
             {
                 "kind": "push",

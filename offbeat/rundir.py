@@ -170,9 +170,7 @@ def _claim_new(name: str) -> Path:
 
 def _default_name(config: TrainConfig) -> str:
     recipe = re.sub(r"[^\w.-]+", "-", Path(config.recipe).name.replace(".py:", "-"))
-    discipline = config.discipline
-    if config.staleness is not None:
-        discipline += f"-{config.staleness:g}"
+    discipline = re.sub(r"[^\w.-]+", "-", config.chosen.label)
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{discipline}"
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offbeat.flat import Manifest
 from offbeat.ledger import Accounts, Ledger, copied
 from offbeat.optim import SCALARS, Optimizer, Schedule, constant
+from offbeat.rules import Gradient, Mean, Rule
 
 BEGUN = "begun"
 """1 where an optimizer that counts no steps has taken its first one: the first is another one than
@@ -49,17 +50,6 @@ class ShardState:
     tensors: dict[str, Tensor]
     accounts: Accounts
     """What became of each worker's gradients up to here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """One worker's gradient of a slice, as the shard sees it; the memory stays the caller's."""
-
-    values: Tensor
-    mask: Sequence[bool] | None = None
-    """For each tensor of the manifest, whether it got a gradient; None: all did."""
-    floats: Tensor | None = None
-    ints: Tensor | None = None
 
 
 def partition(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
@@ -111,7 +101,7 @@ class Shard:
         schedule: Schedule | None = None,
         total_updates: int | None = None,
         ema_decay: float | None = None,
-        reduce: str = "mean",
+        rule: Rule | None = None,
         fused: bool = False,
         floats: Tensor | None = None,
         ints: Tensor | None = None,
@@ -123,7 +113,7 @@ class Shard:
         self.total_updates = total_updates
         self.ema_decay = ema_decay
         self.ema = params.clone() if ema_decay is not None else None
-        self.reduce = reduce
+        self.rule = rule or Mean()
         self.fused = fused
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
@@ -232,7 +222,8 @@ class Updater:
         self.optimizer = self._build(self.aliases)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._group_indices = sorted({segment.group for segment in shard.segments})
-        self._sum: Tensor | None = None
+        self._out = torch.empty_like(shard.params)
+        """Where the rule may write; untouched it takes no memory."""
         if shared and not self.stateless:
             self._share_state()
         if state:
@@ -243,7 +234,9 @@ class Updater:
         shard = self.shard
         version = next(shard.tickets)
         self.num_begun += 1
-        self._step(self._reduced(gradients), _joint_mask(gradients), version)
+        staleness = [version - 1 - gradient.base_version for gradient in gradients]
+        values = shard.rule(gradients, staleness, shard.params, self._out)
+        self._step(values, _joint_mask(gradients), version)
         if shard.ema is not None and shard.ema_decay is not None:
             decay = min(shard.ema_decay, (1 + version) / (10 + version))
             shard.ema.lerp_(shard.params, 1 - decay)
@@ -294,17 +287,6 @@ class Updater:
         for alias in present:
             alias.param.grad = values[alias.lo : alias.hi]
         self.optimizer.step()
-
-    def _reduced(self, gradients: Sequence[Gradient]) -> Tensor:
-        """The round's gradients added up in their order; a single one is taken as it is."""
-        if len(gradients) == 1:
-            return gradients[0].values
-        if self._sum is None:
-            self._sum = torch.empty_like(self.shard.params)
-        torch.add(gradients[0].values, gradients[1].values, out=self._sum)
-        for gradient in gradients[2:]:
-            self._sum.add_(gradient.values)
-        return self._sum.div_(len(gradients)) if self.shard.reduce == "mean" else self._sum
 
     def _merge_buffers(self, gradients: Sequence[Gradient]) -> None:
         """Float buffers become the mean of what came, integer ones the largest seen."""

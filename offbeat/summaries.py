@@ -221,10 +221,7 @@ class Summaries:
         self._every = job.config.summary_every or job.config.eval_every or EVERY
         self._file = EventFile(folder, log)
         self._clock = clock
-        self._num_per_update = 1
-        """Gradients; a round of sync that is full is one update."""
-        if job.config.discipline == "sync":
-            self._num_per_update = job.config.workers - job.config.backup_workers
+        self._num_per_update = job.make_discipline().gradients_per_update
         self._newest: tuple[float, int, list[int]] | None = None
         """When the servers were looked at last, their version, and the staleness they saw."""
         self._shown: tuple[float, int] | None = None

@@ -1,6 +1,6 @@
 """Small models, recipes and loops that several tests share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from offbeat import SGD, Recipe
 from offbeat.config import TrainConfig, make_config
+from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.job import Job, make_job
 from offbeat.optim import Optimizer
 
@@ -67,6 +68,13 @@ def batches_of(job: Job, rank: int) -> Iterator[Any]:
 def make_plain_optimizer(spec: Optimizer, module: nn.Module, **more: Any) -> torch.optim.Optimizer:
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, spec.kind)
     return kind(module.parameters(), **{**spec.options, **more})
+
+
+def make_discipline(name: str, workers: Iterable[int], **options: float) -> Discipline:
+    """One of Offbeat's own; each takes from the options what concerns it."""
+    kind = BUILT_IN[name]
+    known = {option.name for option in kind.options}
+    return kind(workers, **{key: value for key, value in options.items() if key in known})
 
 
 DEFAULT_CONFIG = TrainConfig()

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_discipline
 from torch import Tensor
 
 from offbeat import SGD
-from offbeat.disciplines import make_discipline
 from offbeat.events import EventLog, read_events
 from offbeat.flat import Manifest, TensorSpec
 from offbeat.roles.server import Server, state_from

@@ -22,7 +22,8 @@ from offbeat.errors import CheckpointError, ConfigError
 from offbeat.flat import FlatModel
 from offbeat.ledger import Account
 from offbeat.optim import BY_NAME, KINDS, Optimizer
-from offbeat.shard import Gradient, Shard, ShardState, partition, segments_of
+from offbeat.rules import Gradient
+from offbeat.shard import Shard, ShardState, partition, segments_of
 
 
 def small_model() -> nn.Module:

@@ -60,7 +60,7 @@ def test_train_prints_progress_and_ends_with_the_three_lines(
     code = main([*TRAIN, "--recipe", f"{recipes}:recipe", "--discipline", "bounded:2", "--seed=4"])
     assert code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "bounded 2" in lines[0] and "1 server, 2 workers" in lines[0]
+    assert "bounded:2" in lines[0] and "1 server, 2 workers" in lines[0]
     assert any(re.search(r"gradient 48/48, .*gradients/s.*loss .*staleness", li) for li in lines)
     assert re.fullmatch(r"Test-Accuracy: [01]\.\d{4}", lines[-3])
     assert re.fullmatch(r"Total Time: \d+\.\d\ds", lines[-2])

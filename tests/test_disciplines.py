@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+from helpers import make_discipline
 
 from offbeat.config import DISCIPLINES
 from offbeat.disciplines import (
@@ -19,7 +20,6 @@ from offbeat.disciplines import (
     Reply,
     ReplyApply,
     Sync,
-    make_discipline,
 )
 
 

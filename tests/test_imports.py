@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import offbeat
+from offbeat.disciplines import BUILT_IN
 
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
@@ -20,13 +21,17 @@ LAYERS = [
     ["roles", "summaries"],
     ["cluster", "rundir", "progress", "job"],
     ["checkpoint"],
-    ["disciplines", "shard", "towers"],
+    ["shard", "towers"],
     ["transport", "recipes", "data"],
-    ["flat", "layers", "optim", "randomness", "memory"],
+    ["flat", "layers", "optim", "randomness", "memory", "rules"],
     ["control"],
     ["report"],
     ["hosts", "grid"],
-    ["config", "errors", "events", "ledger", "version"],
+    ["config"],
+    ["disciplines"],
+    ["plugins"],
+    ["importing"],
+    ["errors", "events", "ledger", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
@@ -56,9 +61,36 @@ def test_imports_point_downward(path: Path) -> None:
 
 
 def test_the_disciplines_are_pure() -> None:
-    allowed = {"math", "abc", "collections.abc", "dataclasses"}
+    allowed = {"math", "abc", "collections.abc", "dataclasses", "typing", "offbeat.plugins"}
     assert imports_of(PACKAGE / "disciplines.py") <= allowed
     assert len((PACKAGE / "disciplines.py").read_text().splitlines()) < 300
+
+
+NAMES = {*BUILT_IN, *(f"{name}:" for name in BUILT_IN)}
+
+
+def comparisons(source: str) -> list[str]:
+    """Where a program asks for a discipline by its name, instead of asking the discipline."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            asked = [node.value]
+        else:
+            continue
+        for part in asked:
+            for constant in ast.walk(part):
+                if isinstance(constant, ast.Constant) and constant.value in NAMES:
+                    found.append(ast.unparse(node))
+    return found
+
+
+def test_nobody_asks_for_a_discipline_by_its_name() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert comparisons(path.read_text()) == [], path
+    asked = ["if d == 'sync': pass", "x = d in ('a', 'bounded')", "match d:\n case 'sync': pass"]
+    assert all(comparisons(line) for line in asked), "the check itself works"
 
 
 def suspicious(source: str) -> list[str]:

@@ -14,7 +14,9 @@ from offbeat.errors import ConfigError
 from offbeat.flat import FlatModel
 from offbeat.ledger import Account
 from offbeat.optim import BY_NAME, KINDS, REFUSED, Optimizer, constant
-from offbeat.shard import Gradient, Shard, Updater, partition, segments_of, usable
+from offbeat.rules import BUILT_IN as RULES
+from offbeat.rules import Gradient
+from offbeat.shard import Shard, Updater, partition, segments_of, usable
 
 OPTIMIZERS = {
     "sgd": SGD(lr=0.1),
@@ -172,7 +174,7 @@ def toy_shard(**options: Any) -> tuple[Shard, Updater]:
 
 def test_a_round_is_averaged_or_summed_into_one_update() -> None:
     for reduce, expected in (("mean", -2.0), ("sum", -6.0)):
-        shard, updater = toy_shard(reduce=reduce)
+        shard, updater = toy_shard(rule=RULES[reduce]())
         version = updater.apply([Gradient(torch.full((4,), float(g))) for g in (1, 2, 3)])
         assert version == shard.version == 1
         assert shard.params.tolist() == [expected] * 4

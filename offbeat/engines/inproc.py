@@ -296,8 +296,8 @@ class InprocEngine:
         num_gradients = sum(s.num_steps for s in stats)
         num_examples = sum(s.num_examples for s in stats)
         if not self.servers:
-            per_update = self.job.config.workers if self.job.config.discipline == "sync" else 1
-            num_gradients = per_update * max((s.version for s in self._statuses), default=0)
+            updates = max((s.version for s in self._statuses), default=0)
+            num_gradients = updates * self.job.make_discipline().gradients_per_update
             num_examples = num_gradients * self.job.step_size
             staleness = [s for status in self._statuses for s in status.staleness]
         return Status(

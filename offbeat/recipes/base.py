@@ -6,8 +6,6 @@ that was found, so that it goes on from any folder.
 """
 
 import hashlib
-import importlib
-import importlib.util
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -22,11 +20,10 @@ from torch import Tensor, nn
 
 from offbeat.config import BATCHING, DIRECT, TrainConfig
 from offbeat.data.batches import batch_length
-from offbeat.errors import OffbeatError, RecipeError, in_a_line, nearest
+from offbeat.errors import RecipeError, nearest
+from offbeat.importing import import_file, import_module
 from offbeat.optim import SGD, Optimizer, Schedule, constant
 
-FILE_PREFIX = "offbeat_recipe_"
-"""Of the name that a recipe's file has as a module: nobody else can import it by that."""
 BUILT_IN = {
     "alexnet": "offbeat.recipes.alexnet:recipe",
     "fashion-cnn": "offbeat.recipes.fashion_cnn:recipe",
@@ -230,7 +227,7 @@ def load_recipe(name: str, kept: RecipeFile | None = None) -> Recipe:
             )
         source, _, attribute = BUILT_IN[name].partition(":")
     if source.endswith(".py"):
-        module = _import_file(_find_file(name, kept))
+        module = import_file(_find_file(name, kept), "recipe", RecipeError)
     else:
         module = _import_module(source, kept)
     if not hasattr(module, attribute):
@@ -286,39 +283,9 @@ def _import_folder(module_name: str, path: Path) -> str | None:
     return None
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise RecipeError(f"no such recipe file: {path}")
-    spec = importlib.util.spec_from_file_location(f"{FILE_PREFIX}{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    _make_importable(path.resolve().parent)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except OffbeatError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise RecipeError(f"importing {path} failed: {in_a_line(error)}") from error
-    return module
-
-
 def _import_module(name: str, kept: RecipeFile | None) -> ModuleType:
-    _make_importable(Path.cwd())
-    if kept is not None and kept.folder is not None:
-        _make_importable(Path(kept.folder))
-    try:
-        return importlib.import_module(name)
-    except OffbeatError:
-        raise
-    except (Exception, SystemExit) as error:
-        was = ""
-        if kept is not None and not Path(kept.path).is_file():
-            was = f"; {kept.path} is not there any more: say where it is with --recipe"
-        raise RecipeError(f"importing {name} failed: {in_a_line(error)}{was}") from error
-
-
-def _make_importable(folder: Path) -> None:
-    """Files in this folder can be imported from now on, as when Python runs a script in it."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    folders = [] if kept is None or kept.folder is None else [Path(kept.folder)]
+    was = ""
+    if kept is not None and not Path(kept.path).is_file():
+        was = f"; {kept.path} is not there any more: say where it is with --recipe"
+    return import_module(name, RecipeError, folders, was)

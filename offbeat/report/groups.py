@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from offbeat.config import DISCIPLINES, INJECTED
+from offbeat.config import DISCIPLINES, INJECTED, discipline_options
 from offbeat.errors import RunDirError
 from offbeat.report.document import short
-from offbeat.report.one_run import counted, shares_of, variant
+from offbeat.report.one_run import counted, shares_of
 from offbeat.report.record import Record
 from offbeat.report.setup import setup_of
 from offbeat.report.statistics import Sample
@@ -24,7 +24,7 @@ NOT_COMPARED = {
     *("seed", "run_dir", "data_dir", "quiet", "keep", "tensorboard", "summary_every", "log_every"),
     *("eval_every", "eval_skipped", "checkpoint_every"),
     # these make the variant
-    *("discipline", "staleness", "backup_workers", "reduce", "round_timeout"),
+    *("discipline", "reduce", *discipline_options()),
 }
 HIGHER_IS_BETTER = {"accuracy": True, "loss": False}
 """Of the metrics that Offbeat itself has."""
@@ -42,6 +42,8 @@ class Run:
 
     folder: str
     config: dict[str, Any]
+    variant: str
+    """The discipline and its options."""
     setup: dict[str, str]
     metric: str
     status: str
@@ -78,6 +80,7 @@ def shortened(record: Record) -> Run:
     return Run(
         folder=record.folder,
         config=record.config,
+        variant=record.variant,
         setup=setup_of(record),
         metric=record.metric,
         status=record.status,
@@ -240,7 +243,7 @@ def sort_runs(runs: Sequence[Run], target: float | None) -> Findings:
     groups: dict[tuple[Setting, str], list[Run]] = {}
     for run in runs:
         setting = tuple((name, run.config.get(name)) for name in varying)
-        groups.setdefault((setting, variant(run.config)), []).append(run)
+        groups.setdefault((setting, run.variant), []).append(run)
     in_order = sorted(groups, key=lambda key: (_sortable(key[0]), _rank(key[1])))
     made = [
         Group(setting, name, tuple(r for r in groups[setting, name] if r.finished), goal)

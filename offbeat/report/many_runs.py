@@ -33,7 +33,7 @@ from offbeat.report.groups import (
     sort_runs,
     without,
 )
-from offbeat.report.one_run import counted, histogram, variant
+from offbeat.report.one_run import counted, histogram
 from offbeat.report.setup import describe_setups
 from offbeat.report.statistics import Sample, best_of
 from offbeat.report.summary import staleness_summary
@@ -351,7 +351,7 @@ def _runs(findings: Findings) -> Section:
     rows = tuple(
         (
             run.folder,
-            variant(run.config),
+            run.variant,
             str(run.config["workers"]),
             str(run.config["servers"]),
             str(run.config["seed"]),

@@ -33,7 +33,7 @@ MOST_HISTOGRAM_BINS = 24
 
 def describe_run(record: Record) -> Document:
     return Document(
-        title=f"{record.config['recipe']}: {in_words(record.config)}",
+        title=f"{record.config['recipe']}: {in_words(record)}",
         lead=_lead(record),
         sections=tuple(
             section
@@ -49,29 +49,13 @@ def describe_run(record: Record) -> Document:
     )
 
 
-def in_words(config: dict[str, object]) -> str:
-    return f"{variant(config)}, {counted(config['workers'], 'worker')}, " + counted(
-        config["servers"], "server"
-    )
+def in_words(record: Record) -> str:
+    workers, servers = record.config["workers"], record.config["servers"]
+    return f"{record.variant}, {counted(workers, 'worker')}, {counted(servers, 'server')}"
 
 
 def counted(number: object, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def variant(config: dict[str, object]) -> str:
-    """The discipline as --disciplines names it: with its bound, or its backup workers."""
-    discipline = str(config["discipline"])
-    if discipline == "bounded":
-        bound = config["staleness"]
-        return f"bounded:{bound:g}" if isinstance(bound, int | float) else f"bounded:{bound}"
-    if config["backup_workers"]:
-        discipline += f":{config['backup_workers']}"
-    if config.get("reduce", "mean") != "mean":
-        discipline += f", {config['reduce']}"
-    if config.get("round_timeout", "inf") != "inf":
-        discipline += f", {config['round_timeout']} s"
-    return discipline
 
 
 def _lead(record: Record) -> str:

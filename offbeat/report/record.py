@@ -10,19 +10,20 @@ import os
 from array import array
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import RunDirError
+from offbeat.config import discipline_options, make_config
+from offbeat.errors import ConfigError, RunDirError
 from offbeat.events import read_events
 from offbeat.ledger import DROPPED, REJECTED, Accounts, accounts_from
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
 LEAST_TOGETHER = 0.1
 """Of a run's time all workers must have been at work, for a rate of that time."""
-NEEDED = ("recipe", "discipline", "staleness", "backup_workers", "workers", "servers", "seed")
+NEEDED = ("recipe", "discipline", "workers", "servers", "seed")
 
 
 def _floats() -> "array[float]":
@@ -152,6 +153,10 @@ class Record:
     environment: dict[str, Any]
     resolved: dict[str, Any]
     """What the recipe and the flags came to."""
+    variant: str
+    """The discipline and its options."""
+    in_rounds: bool
+    """An update is a round of all workers' gradients."""
     workers: dict[int, WorkerRecord] = field(default_factory=lambda: defaultdict(WorkerRecord))
     shards: dict[int, ShardRecord] = field(default_factory=lambda: defaultdict(ShardRecord))
     scores: list[Score] = field(default_factory=list)
@@ -281,14 +286,13 @@ class Record:
             return self._totals_without_books()
         num_kept = max(shard.gradients for shard in kept)
         gradients = max(self.gradients, num_kept)
-        in_rounds = self.config["discipline"] == "sync"
         is_over = self.status != "unfinished"
         return Totals(
             gradients=gradients,
             updates=max(shard.version for shard in kept) if is_over else self.updates,
             dropped=max(shard.count(DROPPED) for shard in kept),
             rejected=max(shard.count(REJECTED) for shard in kept),
-            lost_updates=sum(shard.lost_updates(in_rounds=in_rounds) for shard in kept),
+            lost_updates=sum(shard.lost_updates(in_rounds=self.in_rounds) for shard in kept),
             not_kept=gradients - num_kept,
         )
 
@@ -340,10 +344,11 @@ def read_run(path: Path, name: str | None = None) -> Record:
             described["metric"],
             dict(described.get("environment") or {}),
             dict(described.get("resolved") or {}),
+            *_discipline_of(described),
         )
     except OSError as error:
         raise RunDirError(f"cannot read {config}: {error.strerror}; is that a run?") from error
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, ConfigError) as error:
         raise RunDirError(f"{config} does not describe a run: {error!r}") from error
     for event in read_events(path / "events"):
         try:
@@ -351,6 +356,17 @@ def read_run(path: Path, name: str | None = None) -> Record:
         except (LookupError, TypeError, ValueError, OverflowError):
             record.unreadable += 1
     return record
+
+
+def _discipline_of(described: Mapping[str, Any]) -> tuple[str, bool]:
+    """What a report calls the discipline, and whether it works in rounds: as the run has it, or, of
+    an older one, as its options say."""
+    facts, config = described.get("job") or {}, described["config"]
+    if facts.get("variant"):
+        return str(facts["variant"]), bool(facts["in_rounds"])
+    names = {"discipline", "workers", "reduce", *discipline_options()}
+    made = make_config({k: v for k, v in config.items() if k in names and v is not None})
+    return made.variant, made.chosen.kind.in_rounds
 
 
 def find_runs(path: Path) -> Iterator[Path]:

@@ -311,7 +311,7 @@ class Master:
         elif all(status.ready for status in statuses):
             snapshots = [server.take() for server in self._servers]
             self._wanted = None
-            if _agree(snapshots) or self.job.config.discipline == "lock-free":
+            if _agree(snapshots) or not self.job.config.chosen.kind.exact:
                 self._ahead = 1
                 self._try_to_commit(snapshots)
             else:

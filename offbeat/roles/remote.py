@@ -242,7 +242,7 @@ class _RemoteScorer:
         self._frozen = self._model.frozen()
         self._device = find_devices(job.config.devices or job.config.device, 0)[0]
         self._name = secrets.token_hex(8)
-        self._may_differ = job.config.discipline == "lock-free"
+        self._may_differ = not job.config.chosen.kind.exact
         self._scored = -1
 
     def score_newest(self) -> bool:

@@ -8,7 +8,7 @@ lock-free discipline runs the same code with no lock and an updater per session.
 A server begins empty, and takes workers in as soon as the master has given it its shard's state.
 What else the master asks of it is in `answer`. Started by an engine:
 
-    server = Server(shard, make_discipline("sync", range(2)), listener, index=0, ...)
+    server = Server(shard, Sync(range(2)), listener, index=0, ...)
     server.start(); server.over.wait(); server.close()
 """
 
@@ -38,7 +38,8 @@ from offbeat.ledger import (
     accounts_to_json,
 )
 from offbeat.roles.acceptor import Acceptor
-from offbeat.shard import Gradient, Shard, ShardState, Updater, usable
+from offbeat.rules import Gradient
+from offbeat.shard import Shard, ShardState, Updater, usable
 from offbeat.transport.base import Header, Listener, Message, ServerEnd
 
 POLL_S = 0.2
@@ -99,6 +100,8 @@ class _Session:
     awaits_reply: bool = False
     is_settled: bool = False
     """The ledger knows what became of its push."""
+    base: Tensor | None = None
+    """The parameters that its next gradient is computed on, where the rule looks at them."""
     finished: bool = False
     """It has said that its work is done, and waits for the end of the run."""
     applying: threading.Lock = field(default_factory=threading.Lock)
@@ -401,6 +404,7 @@ class Server:
                     updater=self._shared_updater or self.shard.make_updater(shared=True),
                     reply_made=threading.Condition(self._mutex) if self.discipline.locked else None,
                     push=welcome,
+                    base=slot.values.clone() if self.shard.rule.needs_base else None,
                     fate=_Fate(self._clock()),
                 )
                 self._sessions[worker] = session
@@ -470,7 +474,15 @@ class Server:
             session.fate.outcome = REJECTED
         else:
             mask = slot.mask.tolist() if header.masked else None
-            session.gradient = Gradient(slot.values, mask, slot.floats, slot.ints)
+            session.gradient = Gradient(
+                slot.values,
+                mask,
+                slot.floats,
+                slot.ints,
+                session.worker,
+                header.base_version,
+                session.base,
+            )
 
     def _decide(self, session: _Session) -> list[Action]:
         sequence = session.push.sequence
@@ -482,7 +494,10 @@ class Server:
         if not self.shard.ledger.claim(session.worker, session.incarnation, sequence):
             session.fate.outcome = DUPLICATE
             return [Reply(session.worker)]
-        return self.discipline.on_push(Push(session.worker, sequence))
+        base_version = session.push.base_version
+        return self.discipline.on_push(
+            Push(session.worker, sequence, base_version, self.shard.version)
+        )
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -538,6 +553,8 @@ class Server:
         reply.reply_version, session.fate.mixed = self.shard.read(
             slot.values, slot.floats, slot.ints
         )
+        if session.base is not None:
+            session.base = slot.values.clone()  # the gradient that is under way has the former one
         reply.status = session.fate.outcome
         if reply.status == DROPPED:  # and answered; one whose worker is gone may come again
             self._settle(session)

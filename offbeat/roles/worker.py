@@ -361,9 +361,7 @@ class Worker:
     def _push_again(self, shard: int, former: WorkerEnd, welcome: Header) -> bool:
         """Only the connection broke, and the gradient is not in: send it over the new one. A sync
         round that was closed without it is over; its gradient is late."""
-        is_late = self.job.config.discipline == "sync" and (
-            welcome.reply_version != self._seen[shard]
-        )
+        is_late = self.job.facts.in_rounds and (welcome.reply_version != self._seen[shard])
         if welcome.status == APPLIED or welcome.epoch != former.welcome.epoch or is_late:
             return False
         link = self._links[shard]
