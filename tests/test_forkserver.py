@@ -16,7 +16,7 @@ from processes import LocalRun, children, leftovers, processes, wait_until_gone
 
 import offbeat
 from offbeat.cli import main
-from offbeat.engines import forkserver
+from offbeat.engines import forking, forkserver
 from offbeat.engines.forkserver import Forked, ForkServer, fork_server, role_environment
 
 TIMEOUT_S = 60.0
@@ -125,6 +125,11 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.01)
 
 
+def pid_of(server: ForkServer) -> int:
+    assert server._process is not None
+    return server._process.pid
+
+
 def command_line(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
 
@@ -212,7 +217,7 @@ def test_children_outlive_a_fork_server_and_another_one_takes_its_place(
 ) -> None:
     child = start(server=own)
     child.tell()
-    (first,) = children("fork-server")[-1:]
+    first = pid_of(own)
     assert command_line(first)[2:] == ["offbeat", "role", "fork-server"]
     os.kill(first, signal.SIGKILL)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -220,8 +225,7 @@ def test_children_outlive_a_fork_server_and_another_one_takes_its_place(
     other = start(server=own)
     other.tell()
     assert (child.end(), other.end()) == (None, 2), "the first one's code is nobody's to know"
-    (second,) = children("fork-server")[-1:]
-    os.kill(second, signal.SIGKILL)
+    os.kill(pid_of(own), signal.SIGKILL)
     assert start(server=own).running is None, "whoever dies twice dies again"
     assert own.why_not
 
@@ -239,7 +243,7 @@ def test_a_fork_server_that_hangs_is_replaced(
     start: Start, own: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert start("token", server=own).end() == 0
-    (first,) = children("fork-server")[-1:]
+    first = pid_of(own)
     monkeypatch.setattr(forkserver, "ASK_TIMEOUT_S", 0.1)
     os.kill(first, signal.SIGSTOP)
     assert start("token", server=own).running is None
@@ -265,6 +269,14 @@ def test_threads_that_do_not_end_for_a_fork_make_it_unfit(
     logs = [path.read_text() for path in (tmp_path / "run" / "logs").iterdir()]
     line = "not forked by the fork server: importing torch gave it 2 threads"
     assert len(logs) == 4 and all(log.startswith(line) for log in logs)
+
+
+def test_a_fork_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fail)
+    assert "cannot fork" in forking._fork()["failed"]
 
 
 def test_where_it_cannot_be_started_it_says_so(

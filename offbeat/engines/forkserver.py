@@ -84,26 +84,19 @@ class ForkServer:
     def _start(self) -> None:
         self._num_starts += 1
         self._is_ready = False
-        title = [
-            sys.executable,
-            "-m",
-            "offbeat",
-            "role",
-            FORK_SERVER,
-            "--run-dir",
-            "_" * TITLE_BYTES,
-        ]
+        command = [sys.executable, "-m", "offbeat", "role", FORK_SERVER]
+        command += ["--run-dir", "_" * TITLE_BYTES]  # of no run: for children to write over
         try:
             self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._process = subprocess.Popen(
-                    title,
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env=role_environment() | {CONTROL_VARIABLE: str(theirs.fileno())},
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
+                    start_new_session=True,  # Ctrl-C is for the engine
                 )
         except OSError as error:
             self._lose(f"it cannot be started: {error}")
