@@ -531,6 +531,29 @@ class DiesAtLast(ServerAhead):
         return super().call(message, tensors, timeout_s)
 
 
+class DiesBeforeItIsLetGo(ServerAhead):
+    """Gone when it is told that the run is over; its successor is there at the next attempt."""
+
+    num_told = 0
+
+    def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
+        if message["ask"] == "finish":
+            self.num_told += 1
+            if self.num_told == 1:
+                raise ConnectionClosedError("gone")
+        return super().call(message, tensors, timeout_s)
+
+
+def test_the_successor_of_a_server_that_died_after_the_last_checkpoint_is_let_go(
+    tmp_path: Path,
+) -> None:
+    """Or it would wait for a shard for ever, and with it all those who look for it."""
+    job = toy_job(servers=1, workers=1)
+    server = DiesBeforeItIsLetGo([0, 12], 0, job.manifest.num_elements)
+    assert run_master(RunFolder(tmp_path), job, [server]) == "finished"
+    assert (server.num_told, server.reason) == (2, "the run is finished")
+
+
 def test_a_server_that_dies_at_the_last_moment_is_asked_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     job = toy_job(servers=1, workers=1)

@@ -37,6 +37,8 @@ from offbeat.transport.base import CallEnd, Layout, Message, Network, keep_tryin
 POLL_S = 0.1
 CALL_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 120.0
+LET_GO_TIMEOUT_S = 1.0
+"""How long a server that the run needs no more is looked for, to be told so."""
 STOP_TIMEOUT_S = 2.0
 """How long a run that is being stopped waits for its workers to end their step."""
 
@@ -352,10 +354,12 @@ class Master:
         self.log.warning("some workers take long for their last step: going without it")
 
     def _let_go(self, server: RemoteServer, reason: str) -> None:
+        """Tell a server that the run is over; also one that was just started again, or those who
+        look for it would wait for a shard that nobody gives it any more."""
         if not server.was_reached:
             return  # it may be somebody else's
         try:
-            server.finish(reason)
+            keep_trying(lambda: server.finish(reason), LET_GO_TIMEOUT_S, threading.Event())
         except ConnectionClosedError as error:
             self.log.info("server %d went by itself: %s", server.index, error)
 
