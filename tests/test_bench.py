@@ -44,6 +44,8 @@ def test_training_is_compared_with_the_ceiling_and_ddp(
     monkeypatch.setitem(bench.CALIBRATION_STEPS, "mnist-sigmoid", 30)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
+    # torch keeps a cache of its own where temporary files are, and may make it at any time
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path.parent / "torch"))
     file = tmp_path / "found.json"
     arguments = ["--disciplines", "bounded:1", "--rounds", "1", "--seconds", "1"]
     assert main(["bench", "train", *arguments, "--batch-size", "8", "--json", str(file)]) == 0

@@ -409,6 +409,7 @@ class Master:
             {"version": s.version, "accounts": accounts_to_json(s.accounts)} for s in snapshots
         ]
         self._events.record("run", phase="books", shards=books, at_s=self._clock())
+        self._events.flush()  # before anything says that the run is over: see write_state
 
     def _try_to_commit(self, snapshots: Sequence[ShardState]) -> None:
         try:
