@@ -114,13 +114,16 @@ class Ledger:
         """The worker's account, with everything up to `sequence` accounted for. What is missing was
         lost; but a process that skips a push of its own, to a server that lives, found that it had
         come too late (its connection broke, and meanwhile the round was closed)."""
-        account = self.accounts.setdefault(worker, Account(incarnation, 0))
-        missing = max(0, sequence - account.sequence)
-        if worker in self._heard and incarnation == account.incarnation:
-            account.dropped += missing
-        else:
-            account.lost += missing
-        account.sequence += missing
+        account = self.accounts.get(worker)
+        if account is None:
+            account = self.accounts[worker] = Account(incarnation, 0)
+        if account.sequence < sequence:
+            missing = sequence - account.sequence
+            if worker in self._heard and incarnation == account.incarnation:
+                account.dropped += missing
+            else:
+                account.lost += missing
+            account.sequence = sequence
         self._heard.add(worker)
         return account
 

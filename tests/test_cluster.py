@@ -68,6 +68,15 @@ def test_every_discipline_trains_over_tcp(discipline: str, tmp_path: Path) -> No
         assert not (made.run_dir / "cluster.json").exists()
 
 
+def test_a_discipline_of_ones_own_trains_over_tcp(tmp_path: Path) -> None:
+    own = f"{Path(__file__).parent.parent / 'examples' / 'drop_stale.py'}:DropStale:0"
+    with cluster(tmp_path, servers=1, workers=3, discipline=own) as made:
+        summary = finish(made, made.start_all()).summary
+        assert summary["status"] == "finished" and summary["staleness"]["max"] == 0
+        (row,) = summary["kept"]
+        assert row["gradients"] == 3 * 15 * 8 == row["applied"] + row["dropped"]
+
+
 def test_sync_over_tcp_gives_the_bits_of_threads(tmp_path: Path) -> None:
     options = {"discipline": "sync", "servers": 2, "workers": 2}
     with cluster(tmp_path, **options) as made:

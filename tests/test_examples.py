@@ -35,6 +35,20 @@ def test_own_model_from_the_shell(run_dir: Path) -> None:
     assert summary["test_accuracy"] > 0.9
 
 
+def test_a_discipline_of_ones_own_from_the_shell(run_dir: Path) -> None:
+    """Among processes, each of which imports it."""
+    summary = run_recipe(
+        "own_model.py",
+        run_dir,
+        *("--discipline", f"{EXAMPLES / 'drop_stale.py'}:DropStale:0", "--workers", "3"),
+        *("--engine", "local"),
+    )
+    (row,) = summary["kept"]
+    assert row["dropped"] == summary["dropped"] > 0
+    assert row["applied"] + row["dropped"] == row["gradients"]
+    assert summary["staleness"]["max"] == 0
+
+
 def test_own_model_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "own_model.py"],
