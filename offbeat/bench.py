@@ -53,7 +53,16 @@ from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, create_run_folder, describe_run, num_cores
 from offbeat.shard import Segment, Shard, ShardState
 from offbeat.transport import base
-from offbeat.transport.base import Header, Layout, Listener, Message, Network, Slot
+from offbeat.transport.base import (
+    Layout,
+    Listener,
+    Message,
+    Network,
+    PushHeader,
+    ReplyHeader,
+    Slot,
+    WelcomeHeader,
+)
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 from offbeat.transport.sockets import SocketListener
 
@@ -157,7 +166,7 @@ class _Pair:
         """As in roles/worker.py."""
         link, slot = self._link, self._link.gradient_slot
         slot.values.copy_(self._gradient)
-        link.push(Header(0, 0, self._num_done + 1, self._num_done, self._num_done))
+        link.push(PushHeader(0, 0, self._num_done + 1, self._num_done, self._num_done))
         if link.wait_reply(TIMEOUT_S) is None:
             raise RunError(f"no reply within {TIMEOUT_S:g} s")
         self._num_done += 1
@@ -326,7 +335,8 @@ class _NoServer(base.WorkerEnd):
     """Takes everything, and leaves the worker's parameters as they are."""
 
     def __init__(self, layout: Layout, params: Tensor) -> None:
-        self.welcome = self._pushed = Header(0, 0, 0, 0, 0)
+        self.welcome = WelcomeHeader(version=0)
+        self._reply = ReplyHeader(0, version=0)
         self._is_through = False
         self._slot = Slot.allocate(layout)
         self.reply_slot = dataclasses.replace(self._slot, values=params)
@@ -337,13 +347,13 @@ class _NoServer(base.WorkerEnd):
 
     pushed_slot = gradient_slot
 
-    def push(self, header: Header) -> None:
-        self._pushed = header
+    def push(self, header: PushHeader) -> None:
+        self._reply = ReplyHeader(header.sequence, version=0)
 
-    def wait_reply(self, timeout_s: float) -> Header | None:
+    def wait_reply(self, timeout_s: float) -> ReplyHeader:
         if self._is_through:
             raise ConnectionClosedError("there is nobody to wait for", over=True)
-        return self._pushed
+        return self._reply
 
     def beat(self) -> None:
         pass

@@ -29,7 +29,7 @@ from torch import Tensor, distributed
 
 from offbeat.bench import Row, one_thread
 from offbeat.errors import ConfigError, RunError
-from offbeat.transport.base import Header, Layout, ServerEnd
+from offbeat.transport.base import Layout, PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
 from offbeat.transport.sockets import SocketListener, connect
 from offbeat.transport.terms import Terms
 from offbeat.transport.wire import as_bytes
@@ -89,7 +89,7 @@ class Offbeat(Way):
         assert self._end is not None
         self._end.read_hello(TIMEOUT_S)
         self._end.reply_slot.values.fill_(ANSWER)
-        self._end.welcome(Header(0, 0, 0, 0, 0))
+        self._end.welcome(WelcomeHeader(version=0))
 
     def connect(self, address: str) -> None:
         layout = Layout(self.num_elements, 1)
@@ -99,7 +99,7 @@ class Offbeat(Way):
             self._push()
 
     def _push(self) -> None:
-        self._link.push(Header(0, 0, 1, 0, 0))
+        self._link.push(PushHeader(0, 0, 1, 0, 0))
         if self._link.wait_reply(TIMEOUT_S) is None:
             raise RunError("no reply")
 
@@ -111,7 +111,7 @@ class Offbeat(Way):
         assert self._end is not None
         header = self._end.receive(TIMEOUT_S)
         assert header is not None
-        self._end.send(header)
+        self._end.send(ReplyHeader(header.sequence, version=0))
         return self._end.gradient_slot(header).values
 
     def close(self) -> None:

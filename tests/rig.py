@@ -21,7 +21,7 @@ from offbeat.events import EventLog, read_events
 from offbeat.flat import Manifest, TensorSpec
 from offbeat.roles.server import Server, state_from
 from offbeat.shard import Shard, ShardState, segments_of
-from offbeat.transport.base import Header, Layout, Listener, WorkerEnd
+from offbeat.transport.base import Layout, Listener, PushHeader, ReplyHeader, WorkerEnd
 from offbeat.transport.inproc import InprocListener
 from offbeat.transport.sockets import SocketListener, connect
 from offbeat.transport.terms import Terms
@@ -93,7 +93,7 @@ class Hand:
         self.worker = worker
         self.incarnation = incarnation
         self.sequence = 0
-        self.version = link.welcome.reply_version
+        self.version = link.welcome.version
 
     @property
     def params(self) -> Tensor:
@@ -110,12 +110,13 @@ class Hand:
             slot.mask.copy_(torch.tensor(mask, dtype=torch.uint8))
         given: dict[str, Any] = {"sequence": self.sequence, "incarnation": self.incarnation}
         given |= {"epoch": self.link.welcome.epoch, "masked": mask is not None, **header}
-        self.link.push(Header(self.worker, base_version=self.version, batch=self.sequence, **given))
+        given |= {"base_version": self.version, "batch": self.sequence}
+        self.link.push(PushHeader(self.worker, **given))
 
-    def reply(self, timeout_s: float = TIMEOUT_S) -> Header:
+    def reply(self, timeout_s: float = TIMEOUT_S) -> ReplyHeader:
         header = self.link.wait_reply(timeout_s)
         assert header is not None, f"worker {self.worker} got no reply in {timeout_s} s"
-        self.version = header.reply_version
+        self.version = header.version
         return header
 
     def has_reply(self, within_s: float = 0.05) -> bool:
@@ -123,7 +124,7 @@ class Hand:
         header = self.link.wait_reply(within_s)
         return header is not None
 
-    def exchange(self, values: float | Tensor, **more: Any) -> Header:
+    def exchange(self, values: float | Tensor, **more: Any) -> ReplyHeader:
         self.push(values, **more)
         return self.reply()
 

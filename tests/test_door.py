@@ -500,10 +500,10 @@ def test_a_server_does_not_wait_for_those_who_are_through_but_stays_with_them(
         hand, through = made.join_all(2)
         hand.push(1.0)
         through.exchange(1.0)
-        assert hand.reply().reply_version == 1
+        assert hand.reply().version == 1
         hand.push(1.0)
         through.link.finish(1)
-        assert hand.reply().reply_version == 2
+        assert hand.reply().version == 2
         assert made.server.finished() == [1] and made.server.present() == [0, 1]
         through.sequence = 0  # it does again what another server lost
         assert through.exchange(1.0).status == "duplicate"

@@ -18,9 +18,9 @@ LOCKED = ["sync", "apply-reply", "reply-apply", "bounded"]
 def test_apply_reply_returns_parameters_that_contain_the_gradient(tmp_path: Path) -> None:
     with rig(tmp_path, "apply-reply", 2) as r:
         first, second = r.join_all(2)
-        assert first.exchange(1.0).reply_version == 1
+        assert first.exchange(1.0).version == 1
         assert first.params.tolist() == [-1] * 4
-        assert second.exchange(2.0).reply_version == 2
+        assert second.exchange(2.0).version == 2
         assert second.params.tolist() == [-3] * 4
         assert second.link.wait_reply(0.01) is None, "one reply per push"
     assert [(p["staleness"], p["outcome"]) for p in r.pushes()] == [(0, "applied"), (1, "applied")]
@@ -33,7 +33,7 @@ def test_reply_apply_answers_with_the_newest_and_applies_once(
     with rig(tmp_path, discipline, 1) as r:
         (hand,) = r.join_all(1)
         for step in range(1, 6):
-            assert hand.exchange(1.0).reply_version == step - 1, "not yet in"
+            assert hand.exchange(1.0).version == step - 1, "not yet in"
             wait_until(lambda step=step: r.shard.version == step, "the gradient is in")
         assert r.shard.params.tolist() == [-5] * 4
     assert [p["staleness"] for p in r.pushes()] == [0, 1, 1, 1, 1]
@@ -46,7 +46,7 @@ def test_sync_answers_all_with_the_same_bits_after_the_round(tmp_path: Path) -> 
         hands[0].push(torch.tensor([1.0, 2.0, 3.0, 4.0]))
         assert not hands[0].has_reply() and not hands[2].has_reply()
         hands[1].push(torch.tensor([5.0, 6.0, 7.0, 8.0]))
-        versions = [hand.reply().reply_version for hand in hands]
+        versions = [hand.reply().version for hand in hands]
         assert versions == [1, 1, 1]
         bits = {hand.params.numpy().tobytes() for hand in hands}
         assert len(bits) == 1
@@ -61,12 +61,12 @@ def test_sync_goes_on_when_a_worker_leaves_or_its_deadline_passes(tmp_path: Path
         hands[0].push(1.0)
         hands[1].push(3.0)
         hands[2].link.close()
-        assert hands[0].reply().reply_version == hands[1].reply().reply_version == 1
+        assert hands[0].reply().version == hands[1].reply().version == 1
         assert hands[0].params.tolist() == [-2] * 4
         hands[0].push(1.0)
         assert not hands[0].has_reply(0.3), "the clock stands still"
         now[0] = 31.0
-        assert hands[0].reply().reply_version == 2, "the deadline closes the round"
+        assert hands[0].reply().version == 2, "the deadline closes the round"
         assert hands[0].params.tolist() == [-3] * 4
         assert hands[1].exchange(1.0).status == "dropped"
     assert [p["outcome"] for p in r.pushes()].count("dropped") == 1
@@ -75,12 +75,12 @@ def test_sync_goes_on_when_a_worker_leaves_or_its_deadline_passes(tmp_path: Path
 def test_backup_workers_drop_the_late_gradient_and_answer_at_once(tmp_path: Path) -> None:
     with rig(tmp_path, "sync", 2, discipline_options={"backup_workers": 1}) as r:
         fast, slow = r.join_all(2)
-        assert fast.exchange(1.0).reply_version == 1
+        assert fast.exchange(1.0).version == 1
         late = slow.exchange(100.0)
-        assert (late.status, late.reply_version) == ("dropped", 1)
+        assert (late.status, late.version) == ("dropped", 1)
         assert slow.params.tolist() == [-1] * 4
         slow.push(1.0)
-        assert slow.reply().reply_version == 2
+        assert slow.reply().version == 2
 
 
 def test_bounded_holds_the_fast_worker_back(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_bounded_holds_the_fast_worker_back(tmp_path: Path) -> None:
         fast.push(1.0)
         assert not fast.has_reply()
         slow.exchange(1.0)
-        assert fast.reply().reply_version == 3
+        assert fast.reply().version == 3
         fast.push(1.0)
         slow.link.close()
-        assert fast.reply().reply_version == 4, "a finished worker leaves the count"
+        assert fast.reply().version == 4, "a finished worker leaves the count"
 
 
 @pytest.mark.parametrize("discipline", ["apply-reply", "reply-apply", "bounded", "lock-free"])
@@ -158,7 +158,7 @@ def test_in_sync_an_unusable_gradient_takes_no_part_and_keeps_the_pace(tmp_path:
         assert r.shard.version == 1, "a round of nothing is no update"
         for hand in hands:
             hand.push(1.0)
-        assert [h.reply().reply_version for h in hands] == [2, 2]
+        assert [h.reply().version for h in hands] == [2, 2]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -176,7 +176,7 @@ def test_no_reply_of_a_locked_discipline_mixes_two_versions(
 
         def work(hand: Hand) -> None:
             for _ in range(60):
-                version = hand.exchange(-1.0).reply_version
+                version = hand.exchange(-1.0).version
                 least, most = torch.aminmax(hand.params)
                 assert least.item() == most.item() == version
             hand.link.close()
@@ -212,8 +212,8 @@ def test_strangers_and_twins_are_refused_and_the_server_goes_on(tmp_path: Path) 
         newer = r.join(1, incarnation=2)
         with pytest.raises(ConnectionClosedError, match="a newer worker 1 is here already"):
             r.join(1, incarnation=1)
-        assert newer.exchange(1.0).reply_version == 1
-        assert hand.exchange(1.0).reply_version == 2
+        assert newer.exchange(1.0).version == 1
+        assert hand.exchange(1.0).version == 2
 
 
 def test_a_failing_update_is_reported_to_the_worker_and_to_the_engine(tmp_path: Path) -> None:
@@ -377,12 +377,12 @@ def test_a_stalled_server_does_not_stop_another_from_applying(tmp_path: Path) ->
             on_a[0].push(1.0)
             on_b[0].push(1.0)
             assert half_way.began.wait(10)
-            assert on_a[0].reply().reply_version == 1
-            assert on_a[1].exchange(1.0).reply_version == 2, "the other worker's slice goes on"
+            assert on_a[0].reply().version == 1
+            assert on_a[1].exchange(1.0).version == 2, "the other worker's slice goes on"
             assert not on_b[0].has_reply(), "so worker 0 cannot go on yet"
         finally:
             half_way.gate.set()
-        assert on_b[0].reply().reply_version == 1
+        assert on_b[0].reply().version == 1
 
 
 def broken_at(step: int):  # type: ignore[no-untyped-def]
@@ -450,7 +450,7 @@ def test_a_worker_that_comes_again_takes_the_place_of_its_former_self(
         assert again.link.welcome.settled_sequence == 0
         again.push(1.0)
         other.push(3.0)
-        assert [again.reply().reply_version, other.reply().reply_version] == [1, 1]
+        assert [again.reply().version, other.reply().version] == [1, 1]
         assert again.params.tolist() == [-2] * 4, "the gradient that was given up is not in"
         for hand in (first, again, other):
             hand.link.close()
@@ -481,7 +481,7 @@ def test_sync_notices_at_once_when_a_waiting_worker_dies(tmp_path: Path, transpo
         wait_until(lambda: 0 not in r.server._sessions, "its death was noticed, in mid-round")
         hands[1].push(1.0)
         hands[2].push(3.0)
-        assert [hand.reply().reply_version for hand in hands[1:]] == [1, 1]
+        assert [hand.reply().version for hand in hands[1:]] == [1, 1]
         assert hands[1].params.tolist() == [-2] * 4
         for hand in hands[1:]:
             hand.link.close()
@@ -493,11 +493,11 @@ def test_a_silent_worker_is_declared_gone_and_a_beating_one_is_not(tmp_path: Pat
         silent, slow = r.join_all(2)
         slow.push(1.0)
         wait_until(lambda: 0 not in r.server._sessions, "the silent one was declared gone")
-        assert slow.reply().reply_version == 1, "and the round closed without it"
+        assert slow.reply().version == 1, "and the round closed without it"
         for _ in range(10):
             slow.link.beat()
             assert not slow.has_reply(0.1)
-        assert slow.exchange(1.0).reply_version == 2, "a long step is not a hang"
+        assert slow.exchange(1.0).version == 2, "a long step is not a hang"
         silent.push(1.0)
         with pytest.raises(ConnectionClosedError, match="nothing was heard of worker 0"):
             silent.reply()
@@ -510,7 +510,7 @@ def test_a_push_of_another_epoch_is_refused_and_answered(tmp_path: Path) -> None
         hand = r.join(0)
         assert hand.link.welcome.epoch == 3
         answer = hand.exchange(1.0, epoch=2)
-        assert (answer.status, answer.epoch, answer.reply_version) == ("stale", 3, 0)
+        assert (answer.status, answer.epoch, answer.version) == ("stale", 3, 0)
         assert hand.exchange(1.0).status == "applied"
 
 

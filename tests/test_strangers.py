@@ -461,6 +461,6 @@ def test_only_who_is_away_is_left_out(tmp_path: Path) -> None:
         here.push(1.0)
         assert not here.has_reply(), "worker 1 is here, and waited for"
         other.push(1.0)
-        assert here.reply().reply_version == other.reply().reply_version == 1
+        assert here.reply().version == other.reply().version == 1
         here.link.close()
         other.link.close()

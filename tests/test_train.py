@@ -40,7 +40,7 @@ from offbeat.recipes.base import load_recipe
 from offbeat.roles.master import Status
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, describe_run
-from offbeat.transport.base import Header
+from offbeat.transport.base import ReplyHeader, WelcomeHeader
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 
 OPTIMIZERS = {
@@ -775,13 +775,13 @@ def test_a_worker_goes_on_only_when_every_server_has_replied(tmp_path: Path) -> 
     for listener in listeners:
         end = listener.accept(10)
         assert end is not None
-        end.welcome(Header(0, 0, 0, 0, 0, reply_version=0))
+        end.welcome(WelcomeHeader(version=0))
         ends.append(end)
     pushes = [end.receive(10) for end in ends]
     assert [p.sequence for p in pushes if p] == [1, 1]
-    ends[0].send(pushes[0])
+    ends[0].send(ReplyHeader(1, version=1))
     assert ends[0].receive(0.3) is None, "not before the other server has answered"
-    ends[1].send(pushes[1])
+    ends[1].send(ReplyHeader(1, version=1))
     assert [end.receive(10).sequence for end in ends] == [2, 2]
     stop.set()
     thread.join(10)

@@ -14,9 +14,19 @@ import torch
 from rig import SECURED, TRANSPORTS, knock, open_listener
 
 from offbeat.errors import ConfigError, ConnectionClosedError
+from offbeat.ledger import REJECTED
 from offbeat.memory import make_memory, map_memory
 from offbeat.transport import terms
-from offbeat.transport.base import CallEnd, Header, Layout, Listener, ServerEnd, WorkerEnd
+from offbeat.transport.base import (
+    CallEnd,
+    Layout,
+    Listener,
+    PushHeader,
+    ReplyHeader,
+    ServerEnd,
+    WelcomeHeader,
+    WorkerEnd,
+)
 from offbeat.transport.inproc import InprocListener
 from offbeat.transport.sockets import (
     SocketListener,
@@ -25,11 +35,12 @@ from offbeat.transport.sockets import (
     connect,
     connect_for_calls,
 )
-from offbeat.transport.wire import CALL, PUSH, REPLY, pack
+from offbeat.transport.wire import CALL, PUSH, REPLY, pack, pack_push
 from offbeat.transport.wire import HELLO as HELLO_FRAME
 
 LAYOUT = Layout(num_elements=5, num_tensors=2, num_floats=3, num_ints=1)
 HELLO = {"worker": 3, "incarnation": 1}
+WELCOME = WelcomeHeader(version=40, settled_sequence=6, epoch=2, last=True)
 T = 10.0
 
 Connect = Callable[[], WorkerEnd]
@@ -61,8 +72,8 @@ def transport(request: pytest.FixtureRequest) -> Iterator[tuple[Listener, Connec
     listener.close()
 
 
-def header(sequence: int, **more: int) -> Header:
-    return Header(worker=3, incarnation=1, sequence=sequence, base_version=0, batch=0, **more)
+def push(sequence: int) -> PushHeader:
+    return PushHeader(worker=3, incarnation=1, sequence=sequence, base_version=0, batch=0)
 
 
 def connected(transport: tuple[Listener, Connect]) -> tuple[WorkerEnd, ServerEnd]:
@@ -75,7 +86,7 @@ def connected(transport: tuple[Listener, Connect]) -> tuple[WorkerEnd, ServerEnd
     assert server is not None
     assert server.read_hello(T) == HELLO
     server.reply_slot.values.copy_(torch.arange(1.0, 6.0))
-    server.welcome(header(0, reply_version=40))
+    server.welcome(WELCOME)
     thread.join()
     return ends[0], server
 
@@ -84,12 +95,13 @@ def test_the_welcome_brings_the_hello_up_and_parameters_down(
     transport: tuple[Listener, Connect],
 ) -> None:
     worker, _ = connected(transport)
-    assert worker.welcome.reply_version == 40
+    assert worker.welcome == WELCOME
     assert worker.reply_slot.values.tolist() == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("void", [True, False])
 def test_a_push_brings_header_gradient_mask_and_buffers(
-    transport: tuple[Listener, Connect],
+    transport: tuple[Listener, Connect], void: bool
 ) -> None:
     worker, server = connected(transport)
     slot = worker.gradient_slot
@@ -97,9 +109,10 @@ def test_a_push_brings_header_gradient_mask_and_buffers(
     slot.mask.copy_(torch.tensor([1, 0]))
     slot.floats.fill_(2.5)
     slot.ints.fill_(2**40)
-    worker.push(Header(3, 1, 7, base_version=11, batch=13, void=True))
+    header = PushHeader(3, 1, 7, 11, batch=13, epoch=2, shard=4, void=void, masked=not void)
+    worker.push(header)
     received = server.receive(T)
-    assert received == Header(3, 1, 7, base_version=11, batch=13, void=True)
+    assert received is not None and received == header
     payload = server.gradient_slot(received)
     assert payload.values.tolist() == [0, 1, 2, 3, 4]
     assert payload.mask.tolist() == [1, 0]
@@ -109,14 +122,14 @@ def test_a_push_brings_header_gradient_mask_and_buffers(
 
 def test_a_reply_brings_parameters_and_buffers(transport: tuple[Listener, Connect]) -> None:
     worker, server = connected(transport)
-    worker.push(header(1))
+    worker.push(push(1))
     assert server.receive(T) is not None
     server.reply_slot.values.fill_(8)
     server.reply_slot.floats.fill_(0.5)
     server.reply_slot.ints.fill_(-3)
-    server.send(header(1, reply_version=41))
-    reply = worker.wait_reply(T)
-    assert reply is not None and reply.reply_version == 41
+    header = ReplyHeader(1, version=41, status=REJECTED, epoch=2)
+    server.send(header)
+    assert worker.wait_reply(T) == header
     assert worker.reply_slot.values.tolist() == [8] * 5
     assert worker.reply_slot.floats.tolist() == [0.5] * 3
     assert worker.reply_slot.ints.tolist() == [-3]
@@ -128,14 +141,14 @@ def test_a_gradient_outlives_the_writing_of_the_next_one(
     """What reply-apply needs: the worker goes on while its last gradient is still being applied."""
     worker, server = connected(transport)
     worker.gradient_slot.values.fill_(1)
-    worker.push(header(1))
+    worker.push(push(1))
     first = server.receive(T)
     assert first is not None
     payload = server.gradient_slot(first)
-    server.send(header(1))
+    server.send(ReplyHeader(1, version=1))
     worker.wait_reply(T)
     worker.gradient_slot.values.fill_(2)
-    worker.push(header(2))
+    worker.push(push(2))
     assert payload.values.tolist() == [1] * 5
     second = server.receive(T)
     assert second is not None
@@ -154,7 +167,7 @@ def test_a_worker_that_leaves_is_noticed_after_what_it_pushed(
     transport: tuple[Listener, Connect],
 ) -> None:
     worker, server = connected(transport)
-    worker.push(header(1))
+    worker.push(push(1))
     worker.close()
     worker.close()
     received = server.receive(T)
@@ -162,14 +175,14 @@ def test_a_worker_that_leaves_is_noticed_after_what_it_pushed(
     for _ in range(2):
         with pytest.raises(ConnectionClosedError):
             server.receive(T)
-    server.send(header(1))  # nobody reads it; no harm
+    server.send(ReplyHeader(1, version=1))  # nobody reads it; no harm
 
 
 def test_a_server_that_leaves_is_noticed_with_its_reason(
     transport: tuple[Listener, Connect],
 ) -> None:
     worker, server = connected(transport)
-    worker.push(header(1))
+    worker.push(push(1))
     server.close("out of memory")
     server.close()
     for _ in range(2):
@@ -229,13 +242,13 @@ def test_a_closed_listener_takes_nobody_in_but_keeps_its_connections(
             listener.accept(T)
     with pytest.raises(ConnectionClosedError):
         connect()
-    worker.push(header(1))
+    worker.push(push(1))
     assert server.receive(T) is not None
 
 
 def test_a_worker_that_is_through_says_so_and_stays(transport: tuple[Listener, Connect]) -> None:
     worker, server = connected(transport)
-    worker.push(header(1))
+    worker.push(push(1))
     assert server.receive(T) is not None
     assert server.finished_at is None
     worker.finish(1)
@@ -260,11 +273,9 @@ def test_a_worker_that_leaves_without_a_word_is_not_through(
 def test_a_reply_says_that_it_is_the_last(transport: tuple[Listener, Connect]) -> None:
     worker, server = connected(transport)
     for last in (False, True):
-        worker.push(header(1))
-        received = server.receive(T)
-        assert received is not None
-        received.last = last
-        server.send(received)
+        worker.push(push(1))
+        assert server.receive(T) is not None
+        server.send(ReplyHeader(1, version=1, last=last))
         reply = worker.wait_reply(T)
         assert reply is not None and reply.last == last
 
@@ -295,7 +306,7 @@ def test_a_beat_is_heard_and_is_no_push(transport: tuple[Listener, Connect]) -> 
     worker.beat()
     assert server.receive(0.05) is None
     assert server.heard_s > before
-    worker.push(header(1))
+    worker.push(push(1))
     assert server.receive(T) is not None
 
 
@@ -309,16 +320,16 @@ def test_a_thousand_exchanges_bring_what_was_sent(transport: tuple[Listener, Con
             assert received.sequence == number
             total = server.gradient_slot(received).values.sum()
             server.reply_slot.values.fill_(float(total))
-            server.send(header(number, reply_version=number))
+            server.send(ReplyHeader(number, version=number))
 
     thread = threading.Thread(target=serve)
     thread.start()
     for number in range(1, 1001):
         worker.gradient_slot.values.fill_(number)
-        worker.push(header(number))
+        worker.push(push(number))
         while (reply := worker.wait_reply(T)) is None:
             pass
-        assert (reply.sequence, reply.reply_version) == (number, number)
+        assert (reply.sequence, reply.version) == (number, number)
         assert worker.reply_slot.values.tolist() == [5 * number] * 5
     thread.join()
 
@@ -451,7 +462,7 @@ def test_a_frame_that_comes_byte_by_byte_is_whole(door: SocketListener) -> None:
     inline = door.address.startswith("tcp")
     body = bytes(4 * 5 + 2 + 4 * 3 + 8) if inline else b""
     sock = worker._connection._socket  # type: ignore[attr-defined]
-    for byte in pack(PUSH, header(9), len(body)) + body:
+    for byte in pack_push(push(9), len(body)) + body:
         sock.sendall(bytes([byte]))
     received = server.receive(T)
     assert received is not None and received.sequence == 9
@@ -462,7 +473,7 @@ def test_a_frame_that_comes_byte_by_byte_is_whole(door: SocketListener) -> None:
 def test_half_a_push_is_thrown_away(door: SocketListener) -> None:
     worker, server = connected((door, lambda: connect(door.address, HELLO, LAYOUT, T)))
     sock = worker._connection._socket  # type: ignore[attr-defined]
-    sock.sendall(pack(PUSH, header(1), 42)[:60])
+    sock.sendall(pack_push(push(1), 42)[:60])
     sock.shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionClosedError):
         server.receive(T)
@@ -474,7 +485,7 @@ def test_after_half_a_frame_no_goodbye_is_sent(door: SocketListener) -> None:
     """The other side would take it for the rest of the frame."""
     worker, server = connected((door, lambda: connect(door.address, HELLO, LAYOUT, T)))
     connection = worker._connection  # type: ignore[attr-defined]
-    connection._socket.sendall(pack(PUSH, header(1), 42)[:60])
+    connection._socket.sendall(pack_push(push(1), 42)[:60])
     connection._torn = True
     worker.close()
     with pytest.raises(ConnectionClosedError):

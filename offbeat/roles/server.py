@@ -40,7 +40,14 @@ from offbeat.ledger import (
 from offbeat.roles.acceptor import Acceptor
 from offbeat.rules import Gradient
 from offbeat.shard import Shard, ShardState, Updater, usable
-from offbeat.transport.base import Header, Listener, Message, ServerEnd
+from offbeat.transport.base import (
+    Listener,
+    Message,
+    PushHeader,
+    ReplyHeader,
+    ServerEnd,
+    WelcomeHeader,
+)
 
 POLL_S = 0.2
 """How often a thread that waits for its worker looks whether the server is to stop."""
@@ -91,12 +98,13 @@ class _Session:
     updater: Updater
     reply_made: threading.Condition | None
     """None in lock-free, where a session's own thread makes every reply."""
-    push: Header
     fate: _Fate
+    push: PushHeader = field(init=False)
+    """There is none before the first one comes."""
     gradient: Gradient | None = None
     """None: refused, because an element of it is no usable number."""
-    reply_is_made: bool = False
-    """But not yet sent."""
+    reply: ReplyHeader | None = None
+    """One that is made, but not yet sent."""
     awaits_reply: bool = False
     is_settled: bool = False
     """The ledger knows what became of its push."""
@@ -385,25 +393,14 @@ class Server:
             with self._lock:
                 slot = end.reply_slot
                 version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
-                welcome = Header(
-                    worker,
-                    incarnation,
-                    0,
-                    version,
-                    0,
-                    reply_version=version,
-                    settled_sequence=self.shard.ledger.admit(worker),
-                    last=self._draining,
-                    epoch=self.epoch,
-                    shard=self.index,
-                )
+                settled = self.shard.ledger.admit(worker)
+                welcome = WelcomeHeader(version, settled, self.epoch, self._draining)
                 session = _Session(
                     end,
                     worker,
                     incarnation,
                     updater=self._shared_updater or self.shard.make_updater(shared=True),
                     reply_made=threading.Condition(self._mutex) if self.discipline.locked else None,
-                    push=welcome,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
                     fate=_Fate(self._clock()),
                 )
@@ -445,7 +442,7 @@ class Server:
 
     # -- one push ------------------------------------------------------------------------------
 
-    def _handle(self, session: _Session, header: Header) -> None:
+    def _handle(self, session: _Session, header: PushHeader) -> None:
         """Follow a gradient: decide, apply and reply in the discipline's order, then record it."""
         if self._is_large:
             self._begin(session, header)
@@ -462,7 +459,7 @@ class Server:
             self._await_reply(session)
         self._record(session)
 
-    def _begin(self, session: _Session, header: Header) -> None:
+    def _begin(self, session: _Session, header: PushHeader) -> None:
         """Look at a push before anybody has to wait for it."""
         session.push = header
         session.fate = _Fate(self._clock())
@@ -546,30 +543,25 @@ class Server:
         self.shard.ledger.settle(session.worker, session.incarnation, sequence, outcome)
 
     def _make_reply(self, session: _Session) -> None:
-        """Put the newest parameters into the session's slot, and what there is to say into its
-        push's header; its own thread sends them."""
-        slot = session.end.reply_slot
-        reply = session.push
-        reply.reply_version, session.fate.mixed = self.shard.read(
-            slot.values, slot.floats, slot.ints
-        )
+        """Put the newest parameters into the session's slot, and make the header that goes with
+        them; its own thread sends both."""
+        slot, fate = session.end.reply_slot, session.fate
+        version, fate.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
         if session.base is not None:
             session.base = slot.values.clone()  # the gradient that is under way has the former one
-        reply.status = session.fate.outcome
-        if reply.status == DROPPED:  # and answered; one whose worker is gone may come again
+        if fate.outcome == DROPPED:  # and answered; one whose worker is gone may come again
             self._settle(session)
-        reply.epoch = self.epoch
-        reply.last = self._draining
-        session.reply_is_made = True
+        sequence = session.push.sequence
+        session.reply = ReplyHeader(sequence, version, fate.outcome, self.epoch, self._draining)
         if session.reply_made is not None:
             session.reply_made.notify()
 
     def _send_reply(self, session: _Session) -> None:
         """Send the reply, if it is made; only ever called by the session's own thread."""
-        if session.reply_is_made:
-            session.end.send(session.push)
+        if session.reply is not None:
+            session.end.send(session.reply)
             session.fate.replied_s = self._clock()
-            session.reply_is_made = False
+            session.reply = None
             session.awaits_reply = False
 
     def _await_reply(self, session: _Session) -> None:
@@ -577,10 +569,10 @@ class Server:
         if session.reply_made is None:
             return
         with session.reply_made:
-            while not session.reply_is_made and not self.stopping:
+            while session.reply is None and not self.stopping:
                 session.reply_made.wait(TICK_S)
                 self._carry_out(self.discipline.on_tick(self._clock()))
-                if not session.reply_is_made and not session.end.is_open():  # killed as it waited
+                if session.reply is None and not session.end.is_open():  # killed as it waited
                     self._carry_out(self.discipline.on_leave(session.worker))
                     break
         self._send_reply(session)
@@ -599,7 +591,7 @@ class Server:
         self._events.record_line(_push_line, self.index, session_of, push, session.fate)
 
 
-def _push_line(shard: int, session: tuple[int, int], push: Header, fate: _Fate) -> str:
+def _push_line(shard: int, session: tuple[int, int], push: PushHeader, fate: _Fate) -> str:
     """A push's event. There are more of them than of any other, so that it is not put together by
     json."""
     worker, incarnation = session

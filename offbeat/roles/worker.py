@@ -30,7 +30,14 @@ from offbeat.recipes.base import StepLog
 from offbeat.shard import usable
 from offbeat.summaries import StepSummaries
 from offbeat.towers import Towers
-from offbeat.transport.base import Header, Network, WorkerEnd, keep_trying
+from offbeat.transport.base import (
+    Network,
+    PushHeader,
+    ReplyHeader,
+    WelcomeHeader,
+    WorkerEnd,
+    keep_trying,
+)
 
 POLL_S = 0.2
 """How often a worker that waits for a reply looks whether the run is being stopped."""
@@ -93,10 +100,10 @@ class Worker:
         self._clock = clock
         self._stop = stop
         self._links: list[WorkerEnd] = []
-        self._pushed: list[Header] = []
+        self._pushed: list[PushHeader] = []
         """What went to each shard last."""
-        self._replies: list[Header] = []
-        """What came from each shard last: a reply, or a welcome."""
+        self._replies: list[ReplyHeader] = []
+        """What came from each shard last: a reply, or what a welcome stands for."""
         self._seen = [0 for _ in job.slices]
         """The newest version of each shard that this worker was shown."""
 
@@ -138,8 +145,8 @@ class Worker:
     def _join_all(self) -> None:
         for shard in range(len(self.job.slices)):
             self._links.append(self._join(shard))
-        self._replies = [link.welcome for link in self._links]
-        done = max(welcome.settled_sequence for welcome in self._replies)
+        self._replies = [_reply_of(link.welcome) for link in self._links]
+        done = max(reply.sequence for reply in self._replies)
         self.step = done + 1
         if done:
             self.log.info("going on after step %d", done)
@@ -164,7 +171,7 @@ class Worker:
             self.towers.adopt(link.reply_slot.values)
         return link
 
-    def _rejoin(self, shard: int, reason: ConnectionClosedError) -> Header:
+    def _rejoin(self, shard: int, reason: ConnectionClosedError) -> ReplyHeader:
         """A server went away: look for it, and say what was lost with it."""
         if reason.over or self._stop.is_set():
             raise reason
@@ -181,7 +188,7 @@ class Worker:
             shard=shard,
             epoch=welcome.epoch,
             former_epoch=former_epoch,
-            version=welcome.reply_version,
+            version=welcome.version,
             seen_version=self._seen[shard],
             at_s=self._clock(),
         )
@@ -189,11 +196,11 @@ class Worker:
             "server %d is back, epoch %d, at version %d",
             shard,
             welcome.epoch,
-            welcome.reply_version,
+            welcome.version,
         )
-        welcome.status = APPLIED if welcome.settled_sequence >= self.step else LOST
-        self._replies[shard] = welcome
-        return welcome
+        self._replies[shard] = reply = _reply_of(welcome)
+        reply.status = APPLIED if welcome.settled_sequence >= self.step else LOST
+        return reply
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -206,11 +213,10 @@ class Worker:
         while True:
             lacking = []
             for link, reply in zip(self._links, self._replies, strict=True):
-                taken = max(reply.sequence, reply.settled_sequence)
-                if taken >= num_steps:
+                if reply.sequence >= num_steps:
                     link.finish(num_steps)
                 else:
-                    lacking.append(taken)
+                    lacking.append(reply.sequence)
             if lacking:
                 self.step = max(lacking) + 1
                 self.log.warning("going back to step %d", self.step)
@@ -325,7 +331,7 @@ class Worker:
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
         void = not all(usable(slot.values) for slot in slots)
         self._pushed = [
-            Header(
+            PushHeader(
                 self.rank,
                 self._incarnation,
                 self.step,
@@ -341,7 +347,7 @@ class Worker:
         for link, header in zip(self._links, self._pushed, strict=True):
             link.push(header)
 
-    def _await(self, shard: int) -> Header:
+    def _await(self, shard: int) -> ReplyHeader:
         """The reply of a server, or the welcome of the one that took its place."""
         while True:
             link = self._links[shard]
@@ -358,10 +364,10 @@ class Worker:
                     return welcome
         return reply
 
-    def _push_again(self, shard: int, former: WorkerEnd, welcome: Header) -> bool:
+    def _push_again(self, shard: int, former: WorkerEnd, welcome: ReplyHeader) -> bool:
         """Only the connection broke, and the gradient is not in: send it over the new one. A sync
         round that was closed without it is over; its gradient is late."""
-        is_late = self.job.facts.in_rounds and (welcome.reply_version != self._seen[shard])
+        is_late = self.job.facts.in_rounds and (welcome.version != self._seen[shard])
         if welcome.status == APPLIED or welcome.epoch != former.welcome.epoch or is_late:
             return False
         link = self._links[shard]
@@ -375,7 +381,7 @@ class Worker:
         link.push(self._pushed[shard])
         return True
 
-    def _take_in(self, replies: Sequence[Header]) -> list[int]:
+    def _take_in(self, replies: Sequence[ReplyHeader]) -> list[int]:
         """Let the model show what the servers sent; returns the shards' versions."""
         if self.towers.landing is not self._links[0].reply_slot.values:  # not adopted
             for link, (lo, hi) in zip(self._links, self.job.slices, strict=True):
@@ -387,7 +393,7 @@ class Worker:
             self.log.warning("put back into place: %s", ", ".join(moved))
         slot = self._links[0].reply_slot
         self.towers.read_buffers(slot.floats, slot.ints)
-        self._seen = [reply.reply_version for reply in replies]
+        self._seen = [reply.version for reply in replies]
         return self._seen
 
     def _account(self, batch: Batch, loss: float) -> None:
@@ -441,7 +447,14 @@ def _step_line(
     )
 
 
-def _pooled(replies: Sequence[Header]) -> str:
+def _reply_of(welcome: WelcomeHeader) -> ReplyHeader:
+    """A welcome tells what a reply would: how far the shard is, and how far with this worker."""
+    return ReplyHeader(
+        welcome.settled_sequence, welcome.version, epoch=welcome.epoch, last=welcome.last
+    )
+
+
+def _pooled(replies: Sequence[ReplyHeader]) -> str:
     """What became of a gradient as a whole: a slice that is not in makes it dropped or rejected."""
     statuses = {reply.status for reply in replies}
     for bad in (REJECTED, DROPPED, LOST):

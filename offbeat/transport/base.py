@@ -1,7 +1,8 @@
 """The contract that every transport keeps; tests/test_transport.py holds each of them to it.
 
 A connection joins one worker to one server. Its payloads lie in slots, memory that the transport
-owns: two gradient slots, used in turn, and one reply slot. A header says what is in them. The two
+owns: two gradient slots, used in turn, and one reply slot. A header says what is in them: one for
+a push, one for a reply, one for the welcome, which fills the reply slot for the first time. The two
 ends may be in different threads, processes or machines; one thread uses each end, except where a
 method says otherwise.
 
@@ -40,35 +41,57 @@ Message = dict[str, Any]
 """Plain JSON values: what is said in a handshake or a call."""
 Result = TypeVar("Result")
 
+# Every exchange makes pushes and replies anew: frozen, they would take four times as long to make.
+
 
 @dataclass(slots=True)
-class Header:
-    """What is said of a payload. A push fills the upper half, a reply both."""
+class PushHeader:
+    """What a worker says of a gradient; it is known by worker, incarnation and sequence."""
 
     worker: int
     incarnation: int
     sequence: int
-    """Counts a worker's pushes from 1; 0 in the reply to a join."""
+    """Counts a worker's pushes from 1."""
     base_version: int
     """The version of the parameters that the gradient was computed on."""
     batch: int
     """Which of the worker's batches it was computed on."""
+    epoch: int = 0
+    """Of the server that it is meant for, which refuses what belongs to another one."""
+    shard: int = 0
     void: bool = False
     """The worker found its gradient unusable; there is none in the slot."""
-
-    reply_version: int = -1
-    status: str = ACCEPTED
-    """What has become of the push: one of the ledger's outcomes."""
-    settled_sequence: int = 0
-    """In a welcome: the last of this worker's gradients that the shard knows of, because it is in,
-    or was refused."""
-    epoch: int = 0
-    """How often the server was started again; both sides refuse what belongs to another one."""
-    shard: int = 0
     masked: bool = False
     """Some tensors got no gradient: the slot's mask says which."""
+
+
+@dataclass(slots=True)
+class ReplyHeader:
+    """What a server says to a push, and of the parameters that it sends."""
+
+    sequence: int
+    """Of the push that is answered."""
+    version: int
+    status: str = ACCEPTED
+    """What has become of the push: one of the ledger's outcomes."""
+    epoch: int = 0
+    """How often the server was started again; a worker refuses what belongs to another one."""
     last: bool = False
-    """In a reply: the run is being stopped, and the worker is to take no further step."""
+    """The run is being stopped, and the worker is to take no further step."""
+
+
+@dataclass(frozen=True, slots=True)
+class WelcomeHeader:
+    """What a server says to a worker that joins, and of the parameters that it starts with."""
+
+    version: int
+    settled_sequence: int = 0
+    """The last of this worker's gradients that the shard knows of, because it is in, or was
+    refused."""
+    epoch: int = 0
+    """How often the server was started again."""
+    last: bool = False
+    """The run is being stopped, and the worker is to take no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +127,7 @@ class Slot:
 class WorkerEnd(ABC):
     """The worker's end of a connection to one server."""
 
-    welcome: Header
+    welcome: WelcomeHeader
     """The server's answer to the join; its parameters are in `reply_slot`."""
     reply_slot: Slot
     """Written by the server between `push` and the return of `wait_reply`, the worker's
@@ -123,12 +146,12 @@ class WorkerEnd(ABC):
         order to push it again over another one."""
 
     @abstractmethod
-    def push(self, header: Header) -> None:
+    def push(self, header: PushHeader) -> None:
         """Hand the gradient slot's payload to the server; waits for nothing but the network to take
         it. When the server is gone nothing happens, and `wait_reply` says so."""
 
     @abstractmethod
-    def wait_reply(self, timeout_s: float) -> Header | None:
+    def wait_reply(self, timeout_s: float) -> ReplyHeader | None:
         """The reply to the last push, or None when about `timeout_s` have passed; then call it
         again. Raises ConnectionClosedError, with the server's reason, when the server is gone."""
 
@@ -166,7 +189,7 @@ class ServerEnd(ABC):
         connection that is refused before the first use of it never gets any memory."""
 
     @abstractmethod
-    def welcome(self, header: Header) -> None:
+    def welcome(self, header: WelcomeHeader) -> None:
         """Take the worker in; the reply slot holds the parameters it starts with."""
 
     @abstractmethod
@@ -174,17 +197,17 @@ class ServerEnd(ABC):
         """Send the worker away with a line that it can show to its user, and close."""
 
     @abstractmethod
-    def receive(self, timeout_s: float) -> Header | None:
+    def receive(self, timeout_s: float) -> PushHeader | None:
         """The next push, or None when about `timeout_s` have passed or the worker has said that
         its work is done. Raises ConnectionClosedError once the worker is gone and everything it
         pushed has been received; half a push is thrown away."""
 
     @abstractmethod
-    def gradient_slot(self, header: Header) -> Slot:
+    def gradient_slot(self, header: PushHeader) -> Slot:
         """The payload of a received push; readable until the reply to the push after it is sent."""
 
     @abstractmethod
-    def send(self, header: Header) -> None:
+    def send(self, header: ReplyHeader) -> None:
         """Send what is in the reply slot. Waits at most until the network has taken it, for a time
         that is bounded; when the worker is gone nothing happens, and the next `receive` says so."""
 

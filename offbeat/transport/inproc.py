@@ -12,19 +12,22 @@ from offbeat.errors import ConnectionClosedError
 from offbeat.transport.base import (
     Answer,
     CallEnd,
-    Header,
     Layout,
     Listener,
     Message,
     Network,
+    PushHeader,
+    ReplyHeader,
     ServerEnd,
     Slot,
+    WelcomeHeader,
     WorkerEnd,
 )
 
 _Call = tuple[Message, Mapping[str, Tensor]]
-_Mailbox = queue.SimpleQueue[Header | _Call | int | ConnectionClosedError]
+_Said = WelcomeHeader | PushHeader | ReplyHeader | _Call | int
 """An int is the sequence of the last push of a worker that is through."""
+_Mailbox = queue.SimpleQueue[_Said | ConnectionClosedError]
 
 
 class _Channel:
@@ -45,7 +48,7 @@ class _Channel:
 
 
 class InprocWorkerEnd(WorkerEnd):
-    def __init__(self, channel: _Channel, welcome: Header) -> None:
+    def __init__(self, channel: _Channel, welcome: WelcomeHeader) -> None:
         self.welcome = welcome
         self.reply_slot = channel.reply
         self._channel = channel
@@ -59,14 +62,14 @@ class InprocWorkerEnd(WorkerEnd):
     def pushed_slot(self) -> Slot:
         return self._channel.gradients[(self._num_pushed - 1) % 2]
 
-    def push(self, header: Header) -> None:
+    def push(self, header: PushHeader) -> None:
         self._num_pushed += 1
         self.beat()
         self._channel.to_server.put(header)
 
-    def wait_reply(self, timeout_s: float) -> Header | None:
+    def wait_reply(self, timeout_s: float) -> ReplyHeader | None:
         reply = _take(self._channel.to_worker, timeout_s)
-        assert not isinstance(reply, tuple | int)
+        assert reply is None or isinstance(reply, ReplyHeader)
         return reply
 
     def beat(self) -> None:
@@ -98,26 +101,26 @@ class InprocServerEnd(ServerEnd):
     def reply_slot(self) -> Slot:
         return self._channel.reply
 
-    def welcome(self, header: Header) -> None:
+    def welcome(self, header: WelcomeHeader) -> None:
         self._channel.to_worker.put(header)
 
     def refuse(self, reason: str) -> None:
         self._channel.to_worker.put(ConnectionClosedError(reason, refused=True))
 
-    def receive(self, timeout_s: float) -> Header | None:
-        header = _take(self._channel.to_server, timeout_s)
-        if isinstance(header, int):
-            self.finished_at = header
+    def receive(self, timeout_s: float) -> PushHeader | None:
+        said = _take(self._channel.to_server, timeout_s)
+        if isinstance(said, int):
+            self.finished_at = said
             return None
-        assert not isinstance(header, tuple)
-        if header is not None:
+        assert said is None or isinstance(said, PushHeader)
+        if said is not None:
             self._num_received += 1
-        return header
+        return said
 
-    def gradient_slot(self, header: Header) -> Slot:
+    def gradient_slot(self, header: PushHeader) -> Slot:
         return self._channel.gradients[(self._num_received - 1) % 2]
 
-    def send(self, header: Header) -> None:
+    def send(self, header: ReplyHeader) -> None:
         self._channel.to_worker.put(header)
 
     def is_open(self) -> bool:
@@ -178,7 +181,7 @@ class InprocListener(Listener):
         """
         channel = self._knock(_Channel(layout, params), hello)
         welcome = _take(channel.to_worker, timeout_s)
-        if not isinstance(welcome, Header):
+        if not isinstance(welcome, WelcomeHeader):
             raise ConnectionClosedError(f"no answer from the server within {timeout_s:g} s")
         return InprocWorkerEnd(channel, welcome)
 
@@ -236,8 +239,8 @@ class InprocNetwork(Network):
         return self._listeners[shard].connect_for_calls(hello)
 
 
-def _take(mailbox: _Mailbox, timeout_s: float) -> Header | _Call | int | None:
-    """The next header; a goodbye is left in the box, so that every later call hears it too."""
+def _take(mailbox: _Mailbox, timeout_s: float) -> _Said | None:
+    """What was said next; a goodbye is left in the box, so that every later call hears it too."""
     try:
         message = mailbox.get(timeout=timeout_s)
     except queue.Empty:

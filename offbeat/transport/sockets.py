@@ -30,13 +30,15 @@ from offbeat.memory import aligned, make_memory, map_memory, view
 from offbeat.transport.base import (
     Answer,
     CallEnd,
-    Header,
     Layout,
     Listener,
     Message,
     Network,
+    PushHeader,
+    ReplyHeader,
     ServerEnd,
     Slot,
+    WelcomeHeader,
     WorkerEnd,
 )
 from offbeat.transport.terms import OPEN, Terms, admit, introduce, prepare
@@ -58,6 +60,9 @@ from offbeat.transport.wire import (
     expect,
     json_frame,
     pack,
+    pack_push,
+    pack_reply,
+    pack_welcome,
     read_call,
     send_call,
 )
@@ -92,7 +97,7 @@ def connect(
         raise (
             error if isinstance(error, ConnectionClosedError) else ConnectionClosedError(str(error))
         ) from error
-    return SocketWorkerEnd(connection, frame.header, slots, inline=descriptor is None)
+    return SocketWorkerEnd(connection, frame.welcome(), slots, inline=descriptor is None)
 
 
 def connect_for_calls(
@@ -111,7 +116,7 @@ def connect_for_calls(
 
 class SocketWorkerEnd(WorkerEnd):
     def __init__(
-        self, connection: Connection, welcome: Header, slots: "_Slots", *, inline: bool
+        self, connection: Connection, welcome: WelcomeHeader, slots: "_Slots", *, inline: bool
     ) -> None:
         self.welcome = welcome
         self.reply_slot = slots.reply
@@ -128,27 +133,27 @@ class SocketWorkerEnd(WorkerEnd):
     def pushed_slot(self) -> Slot:
         return self._slots.gradients[(self._num_pushed - 1) % 2]
 
-    def push(self, header: Header) -> None:
-        slot = self.gradient_slot
+    def push(self, header: PushHeader) -> None:
+        parts = _parts(self.gradient_slot) if self._inline else ()
         self._num_pushed += 1
         with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
-            _send_payload(self._connection, PUSH, header, slot if self._inline else None)
+            self._connection.send(pack_push(header, _length(parts)), *parts)
 
-    def wait_reply(self, timeout_s: float) -> Header | None:
+    def wait_reply(self, timeout_s: float) -> ReplyHeader | None:
         frame = self._connection.receive(timeout_s)
         if frame is None:
             return None
         expect(self._connection, frame, REPLY)
         if self._inline:
             _read_payload(self._connection, frame, self.reply_slot)
-        return frame.header
+        return frame.reply()
 
     def beat(self) -> None:
         self._connection.try_to_send(_BEAT)
 
     def finish(self, sequence: int) -> None:
         with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
-            self._connection.send(pack(FINISH, Header(0, 0, sequence, 0, 0)))
+            self._connection.send(pack(FINISH, sequence=sequence))
 
     def close(self) -> None:
         self._connection.close(pack(GOODBYE))
@@ -189,14 +194,13 @@ class SocketServerEnd(ServerEnd):
     def reply_slot(self) -> Slot:
         return self._memory().reply
 
-    def welcome(self, header: Header) -> None:
+    def welcome(self, header: WelcomeHeader) -> None:
         slots = self._memory()
+        parts = _parts(slots.reply) if self._inline else ()
+        descriptors = () if self._descriptor is None else (self._descriptor,)
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
-            if self._descriptor is None:
-                _send_payload(self._connection, WELCOME, header, slots.reply)
-            else:
-                frame = pack(WELCOME, header)
-                self._connection.send(frame, descriptors=[self._descriptor])
+            frame = pack_welcome(header, _length(parts))
+            self._connection.send(frame, *parts, descriptors=descriptors)
         if self._descriptor is not None:  # the mapping is enough from now on
             os.close(self._descriptor)
             self._descriptor = None
@@ -204,7 +208,7 @@ class SocketServerEnd(ServerEnd):
     def refuse(self, reason: str) -> None:
         self._connection.close(*json_frame(REFUSE, {"reason": reason}))
 
-    def receive(self, timeout_s: float) -> Header | None:
+    def receive(self, timeout_s: float) -> PushHeader | None:
         while (frame := self._connection.receive(timeout_s)) is not None:
             self.heard_s = time.monotonic()
             if frame.type != BEAT:
@@ -212,25 +216,26 @@ class SocketServerEnd(ServerEnd):
         if frame is None:
             return None
         if frame.type == FINISH:
-            self.finished_at = frame.header.sequence
+            self.finished_at = frame.sequence
             return None
         if frame.type == GOODBYE:
             raise self._connection.lost("the worker left")
         expect(self._connection, frame, PUSH)
         self._num_received += 1
+        header = frame.push()
         if self._inline:
-            _read_payload(self._connection, frame, self.gradient_slot(frame.header))
+            _read_payload(self._connection, frame, self.gradient_slot(header))
         elif frame.length:
             raise self._connection.lost("a payload where none is expected")
-        return frame.header
+        return header
 
-    def gradient_slot(self, header: Header) -> Slot:
+    def gradient_slot(self, header: PushHeader) -> Slot:
         return self._memory().gradients[(self._num_received - 1) % 2]
 
-    def send(self, header: Header) -> None:
+    def send(self, header: ReplyHeader) -> None:
+        parts = _parts(self.reply_slot) if self._inline else ()
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
-            slot = self._memory().reply if self._inline else None
-            _send_payload(self._connection, REPLY, header, slot)
+            self._connection.send(pack_reply(header, _length(parts)), *parts)
 
     def is_open(self) -> bool:
         return not self._connection.is_closed and not self._poll.poll(0)
@@ -439,17 +444,13 @@ def _parts(slot: Slot) -> list[memoryview]:
     return [as_bytes(t) for t in (slot.values, slot.mask, slot.floats, slot.ints) if t.numel()]
 
 
-def _send_payload(connection: Connection, kind: int, header: Header, slot: Slot | None) -> None:
-    if slot is None:
-        connection.send(pack(kind, header))
-        return
-    parts = _parts(slot)
-    connection.send(pack(kind, header, sum(len(part) for part in parts)), *parts)
+def _length(parts: Sequence[memoryview]) -> int:
+    return sum(map(len, parts))
 
 
 def _read_payload(connection: Connection, frame: Frame, slot: Slot) -> None:
     parts = _parts(slot)
-    expected = sum(len(part) for part in parts)
+    expected = _length(parts)
     if frame.length != expected:
         raise connection.lost(f"a payload of {frame.length} bytes instead of {expected}")
     connection.read_body(*parts)

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from torch import Tensor
 from offbeat.errors import ConnectionClosedError
 from offbeat.flat import PROTOCOL
 from offbeat.ledger import OUTCOMES
-from offbeat.transport.base import Header, Message
+from offbeat.transport.base import Message, PushHeader, ReplyHeader, WelcomeHeader
 
 MAGIC = b"OFFB"
 FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
 """magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
-sequence, batch, base version, reply version + 1, settled sequence: 76 bytes."""
+sequence, batch, base version, reply version + 1, settled sequence: 76 bytes. Zero is what a type of
+frame has nothing to say of."""
 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
 FINISH = 12
@@ -44,7 +45,6 @@ _FLAG = 1
 """In a push: void. In a goodbye: over."""
 _MASKED = 2
 _LAST = 4
-_NO_HEADER = Header(0, 0, 0, 0, 0)
 _STATUS_NUMBERS = {status: number for number, status in enumerate(OUTCOMES)}
 
 Buffer = memoryview | bytes
@@ -56,28 +56,14 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 class Frame:
-    """A header as it came: its type, the length of the body that follows, and the rest."""
+    """A frame's header as it came: its type, and the length of the body that follows. What else it
+    says depends on the type."""
 
-    __slots__ = ("flag", "header", "length", "type")
+    __slots__ = ("_fields", "length", "type")
 
     def __init__(self, raw: bytes | bytearray) -> None:
-        (
-            magic,
-            protocol,
-            self.type,
-            status,
-            flags,
-            shard,
-            worker,
-            incarnation,
-            epoch,
-            self.length,
-            sequence,
-            batch,
-            base_version,
-            reply_version,
-            settled_sequence,
-        ) = FORMAT.unpack(raw)
+        self._fields: tuple[Any, ...] = FORMAT.unpack(raw)
+        magic, protocol, self.type, status, _, _, _, _, _, self.length, *_ = self._fields
         if magic != MAGIC:
             raise ConnectionClosedError("the other end does not speak Offbeat's protocol")
         if protocol != PROTOCOL:
@@ -87,33 +73,44 @@ class Frame:
             )
         if status >= len(OUTCOMES):
             raise ConnectionClosedError(f"the other end sent an unknown status {status}")
-        self.flag = bool(flags & _FLAG)
-        self.header = Header(
-            worker,
-            incarnation,
-            sequence,
-            base_version,
-            batch,
-            self.flag,
-            reply_version - 1,
-            OUTCOMES[status],
-            settled_sequence,
-            epoch,
-            shard,
-            bool(flags & _MASKED),
-            bool(flags & _LAST),
+
+    @property
+    def flag(self) -> bool:
+        return bool(self._fields[4] & _FLAG)
+
+    @property
+    def sequence(self) -> int:
+        return int(self._fields[10])
+
+    def push(self) -> PushHeader:
+        _, _, _, _, flags, shard, worker, incarnation, epoch, _, sequence, batch, base, _, _ = (
+            self._fields
         )
+        void, masked = bool(flags & _FLAG), bool(flags & _MASKED)
+        return PushHeader(worker, incarnation, sequence, base, batch, epoch, shard, void, masked)
+
+    def reply(self) -> ReplyHeader:
+        _, _, _, status, flags, _, _, _, epoch, _, sequence, _, _, version, _ = self._fields
+        return ReplyHeader(sequence, version - 1, OUTCOMES[status], epoch, bool(flags & _LAST))
+
+    def welcome(self) -> WelcomeHeader:
+        _, _, _, _, flags, _, _, _, epoch, _, _, _, _, version, settled = self._fields
+        return WelcomeHeader(version - 1, settled, epoch, bool(flags & _LAST))
 
 
-def pack(kind: int, header: Header = _NO_HEADER, length: int = 0, *, flag: bool = False) -> bytes:
+def pack(kind: int, *, length: int = 0, sequence: int = 0, flag: bool = False) -> bytes:
+    """The header of a frame that says no more than this."""
+    flags = _FLAG if flag else 0
+    return FORMAT.pack(MAGIC, PROTOCOL, kind, 0, flags, 0, 0, 0, 0, length, sequence, 0, 0, 0, 0)
+
+
+def pack_push(header: PushHeader, length: int = 0) -> bytes:
     return FORMAT.pack(
         MAGIC,
         PROTOCOL,
-        kind,
-        _STATUS_NUMBERS[header.status],
-        (_FLAG if flag or header.void else 0)
-        | (_MASKED if header.masked else 0)
-        | (_LAST if header.last else 0),
+        PUSH,
+        0,
+        (_FLAG if header.void else 0) | (_MASKED if header.masked else 0),
         header.shard,
         header.worker,
         header.incarnation,
@@ -122,8 +119,24 @@ def pack(kind: int, header: Header = _NO_HEADER, length: int = 0, *, flag: bool 
         header.sequence,
         header.batch,
         header.base_version,
-        header.reply_version + 1,
-        header.settled_sequence,
+        0,
+        0,
+    )
+
+
+def pack_reply(header: ReplyHeader, length: int = 0) -> bytes:
+    status, flags = _STATUS_NUMBERS[header.status], _LAST if header.last else 0
+    sequence, version, epoch = header.sequence, header.version + 1, header.epoch
+    return FORMAT.pack(
+        MAGIC, PROTOCOL, REPLY, status, flags, 0, 0, 0, epoch, length, sequence, 0, 0, version, 0
+    )
+
+
+def pack_welcome(header: WelcomeHeader, length: int = 0) -> bytes:
+    flags = _LAST if header.last else 0
+    settled, version, epoch = header.settled_sequence, header.version + 1, header.epoch
+    return FORMAT.pack(
+        MAGIC, PROTOCOL, WELCOME, 0, flags, 0, 0, 0, epoch, length, 0, 0, 0, version, settled
     )
 
 
