@@ -21,10 +21,11 @@ from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.progress import Display, Status
 from offbeat.roles.evaluator import Evaluator, metric_name
+from offbeat.roles.exchange import CONNECT_TIMEOUT_S
 from offbeat.roles.master import Master, Patience
 from offbeat.roles.master import Status as ServerStatus
 from offbeat.roles.server import Server
-from offbeat.roles.worker import CONNECT_TIMEOUT_S, Worker
+from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, close_log
 from offbeat.summaries import Summaries
 from offbeat.transport.base import Listener, Network

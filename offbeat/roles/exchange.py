@@ -1,0 +1,356 @@
+"""A worker's exchange with all of its servers: a link to each, and what to do when one breaks.
+
+    join -> [ fill the gradient slots -> push -> await all ]* -> finish -> (go back, or the end)
+
+Pushing waits for nobody; awaiting ends when every shard has answered, and then its parameters are
+in the landing. A server that goes away is looked for again, for a while: it may have been started
+anew, or only the connection broke. Nothing is known here of batches, losses and devices. A worker
+(roles/worker.py) has one:
+
+    with Exchange(job, rank, towers, network, ...) as exchange:
+        step = exchange.join()
+        exchange.push(step + 1, present)     # after filling exchange.gradient_slots
+        outcome = exchange.await_all()
+        step = exchange.finish(step + 1)     # raises ConnectionClosedError when the run is over
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import ConnectionClosedError
+from offbeat.events import EventLog
+from offbeat.job import Job
+from offbeat.ledger import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
+from offbeat.shard import usable
+from offbeat.transport.base import (
+    Network,
+    PushHeader,
+    ReplyHeader,
+    Slot,
+    WelcomeHeader,
+    WorkerEnd,
+    keep_trying,
+)
+
+POLL_S = 0.2
+"""How often a worker that waits for a reply looks whether the run is being stopped."""
+CONNECT_TIMEOUT_S = 120.0
+"""How long a server may take to come, or to come back."""
+
+
+class Landing(Protocol):
+    """Where the servers' parameters are to arrive: a worker's towers."""
+
+    landing: Tensor
+    """The whole flat vector, in the CPU's memory."""
+
+    def adopt(self, landing: Tensor) -> None:
+        """From now on they arrive there."""
+
+    def unpin(self) -> None:
+        """The memory of a link is about to go away: let go of all that links have."""
+
+
+class Exchange:
+    """Owns the links. One thread uses it; another one, of its own, tells the servers that the
+    worker is alive."""
+
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        towers: Landing,
+        network: Network,
+        *,
+        events: EventLog,
+        log: logging.Logger,
+        clock: Callable[[], float],
+        stop: threading.Event,
+        incarnation: int = 0,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        self.versions = [0 for _ in job.slices]
+        """The newest version of each shard that the worker was shown: what it computes on."""
+        self._job = job
+        self._rank = rank
+        self._towers = towers
+        self._network = network
+        self._events = events
+        self._log = log
+        self._clock = clock
+        self._stop = stop
+        self._incarnation = incarnation
+        self._connect_timeout_s = connect_timeout_s
+        self._links: list[WorkerEnd] = []
+        self._pushed: list[PushHeader] = []
+        """What went to each shard last."""
+        self._replies: list[ReplyHeader] = []
+        """What came from each shard last: a reply, or what a welcome stands for."""
+        self._left = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._beats.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._left.set()
+        self._beats.join()
+        self._towers.unpin()
+        for link in self._links:
+            link.close()
+
+    def _beat(self) -> None:
+        """Tell every server that this worker is alive: a thread of its own, since a step may take
+        as long as it likes."""
+        while not self._left.wait(min(1.0, self._job.config.worker_timeout / 5)):
+            for link in list(self._links):
+                link.beat()
+
+    # -- coming in -----------------------------------------------------------------------------
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether every server has taken this worker in."""
+        return len(self._replies) == len(self._job.slices)
+
+    def join(self) -> int:
+        """Come in everywhere; returns the last step that any shard knows of. One that had reached
+        some shards only when a former incarnation died is not done again: those have it, and the
+        others count it as lost."""
+        for shard in range(len(self._job.slices)):
+            self._links.append(self._join(shard))
+        self._replies = [_reply_of(link.welcome) for link in self._links]
+        done = max(reply.sequence for reply in self._replies)
+        if done:
+            self._log.info("going on after step %d", done)
+        self._land()
+        return done
+
+    def _join(self, shard: int) -> WorkerEnd:
+        """Come in, as soon as the server lets us."""
+        hello = {
+            "worker": self._rank,
+            "incarnation": self._incarnation,
+            "shard": shard,
+            **self._job.agreement,
+        }
+        lo, hi = self._job.slices[shard]
+        layout = self._job.layout(shard)
+        params = self._towers.landing[lo:hi]
+        link = keep_trying(
+            lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params),
+            self._connect_timeout_s,
+            self._stop,
+        )
+        if len(self._job.slices) == 1:  # the only server's replies need no further copy
+            self._towers.adopt(link.reply_slot.values)
+        return link
+
+    # -- one exchange --------------------------------------------------------------------------
+
+    @property
+    def gradient_slots(self) -> list[Slot]:
+        """Where the next gradient's slices are to be written, with the buffers in the first; the
+        worker's until `push`."""
+        return [link.gradient_slot for link in self._links]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a server has said that the worker is to take no further step."""
+        return any(reply.last for reply in self._replies)
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """The float and integer ones that came last; the worker's until `push`."""
+        slot = self._links[0].reply_slot
+        return slot.floats, slot.ints
+
+    def push(self, step: int, present: Sequence[bool]) -> None:
+        """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one.
+        An unusable gradient goes to none of them, or a shard without the bad element would take
+        half of it."""
+        slots = self.gradient_slots
+        masked = not all(present)
+        if masked:
+            for slot in slots:
+                slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
+        void = not all(usable(slot.values) for slot in slots)
+        self._pushed = [
+            PushHeader(
+                self._rank,
+                self._incarnation,
+                step,
+                version,
+                batch=step - 1,
+                epoch=link.welcome.epoch,
+                shard=shard,
+                void=void,
+                masked=masked,
+            )
+            for shard, (link, version) in enumerate(zip(self._links, self.versions, strict=True))
+        ]
+        for link, header in zip(self._links, self._pushed, strict=True):
+            link.push(header)
+
+    def await_all(self) -> str:
+        """Wait until every shard has answered; returns what became of the gradient as a whole. A
+        shard whose server was started anew may have lost it: the worker goes on all the same.
+        To go back in the midst of training could have two workers wait for each other: one at the
+        shard that lost a sync round, for the other one to push that round again, and the other one
+        at a shard that has it, for the first to push the next."""
+        for shard in range(len(self._links)):
+            self._replies[shard] = self._await(shard)
+        self._land()
+        return _pooled(self._replies)
+
+    def _await(self, shard: int) -> ReplyHeader:
+        """The reply of a server, or what the welcome of the one that took its place stands for."""
+        while True:
+            link = self._links[shard]
+            try:
+                return self._next_reply(link)
+            except ConnectionClosedError as error:
+                welcome = self._rejoin(shard, error)
+                is_in = welcome.settled_sequence >= self._pushed[shard].sequence
+                if is_in or not self._is_wanted(shard, link.welcome):
+                    return _reply_of(welcome, APPLIED if is_in else LOST)
+                self._push_again(shard, link)
+
+    def _next_reply(self, link: WorkerEnd) -> ReplyHeader:
+        while (reply := link.wait_reply(POLL_S)) is None:
+            self._check_stop()
+        if reply.epoch != link.welcome.epoch:
+            raise ConnectionClosedError("a reply of another epoch")
+        return reply
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise ConnectionClosedError("told to stop", over=True)
+
+    def _land(self) -> None:
+        """Every shard has answered: have its parameters in the landing, and remember which they
+        are."""
+        landing = self._towers.landing
+        if landing is not self._links[0].reply_slot.values:  # not adopted
+            for link, (lo, hi) in zip(self._links, self._job.slices, strict=True):
+                mine, theirs = landing[lo:hi], link.reply_slot.values
+                if mine.data_ptr() != theirs.data_ptr():
+                    mine.copy_(theirs)
+        self.versions = [reply.version for reply in self._replies]
+
+    # -- a server that went away ---------------------------------------------------------------
+
+    def _rejoin(self, shard: int, reason: ConnectionClosedError) -> WelcomeHeader:
+        """Look for a server that went away, and say what was lost with it."""
+        if reason.over or self._stop.is_set():
+            raise reason
+        self._log.warning("server %d: %s; looking for it", shard, reason)
+        self._towers.unpin()
+        former = self._links[shard].welcome
+        self._links[shard].close()
+        self._links[shard] = self._join(shard)
+        welcome = self._links[shard].welcome
+        self._events.record(
+            "rejoin",
+            worker=self._rank,
+            shard=shard,
+            epoch=welcome.epoch,
+            former_epoch=former.epoch,
+            version=welcome.version,
+            seen_version=self.versions[shard],
+            at_s=self._clock(),
+        )
+        self._log.warning(
+            "server %d is back, epoch %d, at version %d", shard, welcome.epoch, welcome.version
+        )
+        return welcome
+
+    def _is_wanted(self, shard: int, former: WelcomeHeader) -> bool:
+        """Whether a gradient that did not arrive may still go to the server that was joined again.
+        One that was started anew is another one, which may be older than what the gradient was
+        computed on; and a sync round that was closed without it is over, so that it is late."""
+        welcome = self._links[shard].welcome
+        is_sync = self._job.config.discipline == "sync"
+        is_late = is_sync and welcome.version != self.versions[shard]
+        return welcome.epoch == former.epoch and not is_late
+
+    def _push_again(self, shard: int, former: WorkerEnd) -> None:
+        """Send over the new connection what went over the former one, with the version that it was
+        computed on."""
+        slot, pushed = self._links[shard].gradient_slot, former.pushed_slot
+        for mine, theirs in zip(
+            (slot.values, slot.mask, slot.floats, slot.ints),
+            (pushed.values, pushed.mask, pushed.floats, pushed.ints),
+            strict=True,
+        ):
+            mine.copy_(theirs)
+        self._links[shard].push(self._pushed[shard])
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def finish(self, num_steps: int) -> int:
+        """All steps are done: tell the servers, and wait until the run is over, which a
+        ConnectionClosedError says. Returns only when a server that was started anew lacks the last
+        steps: after which of them to go on. The other servers answer what they have already.
+
+        Only here is it safe to go back: the servers that have every step were told so, and have
+        nobody wait for this worker while it is busy with another shard.
+        """
+        self._events.flush()  # before anybody is told that this worker is through
+        while not (lacking := self._tell_finished(num_steps)):
+            while not self._any_came_back():
+                self._check_stop()
+        self._log.warning("going back to step %d", max(lacking) + 1)
+        self._land()
+        return max(lacking)
+
+    def _tell_finished(self, num_steps: int) -> list[int]:
+        """Tell the servers that have all steps; returns the last step of each one that has not."""
+        lacking = []
+        for link, reply in zip(self._links, self._replies, strict=True):
+            if reply.sequence >= num_steps:
+                link.finish(num_steps)
+            else:
+                lacking.append(reply.sequence)
+        return lacking
+
+    def _any_came_back(self) -> bool:
+        """Look at every link for a moment; whether another server took the place of one that
+        nothing is expected of any more. All are looked at, as several may have gone."""
+        came_back = False
+        for shard, link in enumerate(self._links):
+            try:
+                link.wait_reply(POLL_S)
+            except ConnectionClosedError as error:
+                self._replies[shard] = _reply_of(self._rejoin(shard, error))
+                came_back = True
+        return came_back
+
+
+def _reply_of(welcome: WelcomeHeader, status: str = ACCEPTED) -> ReplyHeader:
+    """A welcome tells what a reply would: how far the shard is, and how far with this worker."""
+    return ReplyHeader(
+        welcome.settled_sequence, welcome.version, status, welcome.epoch, welcome.last
+    )
+
+
+def _pooled(replies: Sequence[ReplyHeader]) -> str:
+    """What became of a gradient as a whole: a slice that is not in makes it dropped, rejected or
+    lost."""
+    statuses = {reply.status for reply in replies}
+    for bad in (REJECTED, DROPPED, LOST):
+        if bad in statuses:
+            return bad
+    return APPLIED
