@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RunDirE
 from offbeat.events import read_events
 from offbeat.grid import Cell, Grid, check_grid, make_grid
 from offbeat.progress import Status, make_overview, minutes
+from offbeat.roles.faults import make_faults
 
 SMALL: dict[str, Any] = {
     "disciplines": ["sync", "lock-free"],
@@ -402,6 +404,44 @@ def test_a_slow_worker_takes_so_many_times_as_long(tmp_path: Path) -> None:
     assert len(slow) == 8 and min(slow) >= 4 * 0.01
     quick = sorted(event["compute_s"] for event in steps if event["worker"] == 0)
     assert quick[0] < 4 * 0.01, "the other one is not held up"
+
+
+class Watched(threading.Event):
+    """Remembers how long it was waited for, and lets nobody wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        return self.is_set()
+
+
+@pytest.mark.parametrize(
+    ("rank", "incarnation", "waits", "killed"),
+    [(0, 0, [], False), (1, 0, [6.0], True), (1, 1, [6.0], False), (2, 0, [0.0], True)],
+)
+def test_faults_are_injected_into_the_workers_that_are_named_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    incarnation: int,
+    waits: list[float],
+    killed: bool,
+) -> None:
+    """By what they did themselves: computing from 1 s to 2 s, and 2 s of preparing before."""
+    kills: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: kills.append((pid, number)))
+    config = make_config({"workers": 3, "slow_worker": "1:3x", "kill_worker": "1@30,2@30"})
+    stop = Watched()
+    faults = make_faults(config, rank, incarnation, clock=lambda: 2.0, stop=stop)
+    for step in (29, 31):
+        faults.begin(step)
+    assert kills == []
+    faults.begin(30)
+    assert kills == ([(os.getpid(), signal.SIGKILL)] if killed else [])
+    faults.computed(1.0, prepare_s=2.0)
+    assert stop.waits == waits
 
 
 @pytest.mark.slow

@@ -12,8 +12,6 @@ engine, as `offbeat role worker --index 1 --run-dir RUN` or as a thread.
 
 import logging
 import math
-import os
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from offbeat.job import Job
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
+from offbeat.roles.faults import make_faults
 from offbeat.summaries import StepSummaries
 from offbeat.towers import Towers
 from offbeat.transport.base import Network
@@ -91,8 +90,7 @@ class Worker:
         self._say = say if job.config.log_every else None
         self._said = (0.0, 0, 0)
         """When a line was shown last, after how many steps and examples."""
-        self._slowdown = job.config.slowdowns.get(rank, 1.0)
-        self._dies_at = None if incarnation else job.config.kills.get(rank)
+        self._faults = make_faults(job.config, rank, incarnation, clock=clock, stop=stop)
         self._events = events
         self._clock = clock
         self._stop = stop
@@ -125,14 +123,11 @@ class Worker:
         while upcoming is not None:
             if self._stop.is_set() or self._exchange.is_last:
                 return False
-            if self.step == self._dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            self._faults.begin(self.step)
             epoch, batch = upcoming
             start_s = self._clock()
             loss = self._compute_watched(batch)
-            if self._slowdown > 1:  # as on a slower machine: with what it does itself, no more
-                own_s = self._clock() - start_s + prepare_s
-                self._stop.wait((self._slowdown - 1) * own_s)
+            self._faults.computed(start_s, prepare_s)
             computed_s = self._clock()
             self._push()
             upcoming = next(batches, None)  # prepared while the exchange is under way
