@@ -282,8 +282,7 @@ class Exchange:
         One that was started anew is another one, which may be older than what the gradient was
         computed on; and a sync round that was closed without it is over, so that it is late."""
         welcome = self._links[shard].welcome
-        is_sync = self._job.config.discipline == "sync"
-        is_late = is_sync and welcome.version != self.versions[shard]
+        is_late = self._job.facts.in_rounds and welcome.version != self.versions[shard]
         return welcome.epoch == former.epoch and not is_late
 
     def _push_again(self, shard: int, former: WorkerEnd) -> None:
