@@ -141,20 +141,20 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
 def test_a_run_goes_on_with_other_numbers_of_servers_and_workers(
     start: Start, change: tuple[str, str]
 ) -> None:
-    run = start("--steps", "3000", "--workers", "2", "--servers", "2", recipe="momentum")
+    run = start("--steps", "100000", "--workers", "2", "--servers", "2", recipe="momentum")
     run.wait_for_steps(300)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 130
     before = newest_checkpoint(run.run_dir / "checkpoints")
-    resumed = start("--resume", str(run.run_dir), *change, "--epochs", "40")
+    resumed = start("--resume", str(run.run_dir), *change, "--epochs", "400")
     assert resumed.wait() == 0, resumed.text()
     after = newest_checkpoint(run.run_dir / "checkpoints")
     flag, count = change
     assert len(after.shards) == (int(count) if flag == "--servers" else 2)
     workers = int(count) if flag == "--workers" else 2
-    # 240 examples in batches of 10, 40 times: 960 gradients in all, of which some were done
+    # 240 examples in batches of 10, 400 times: 9600 gradients in all, of which some were done
     assert set(after.applied()) == set(range(workers))
-    assert {s for _, s in after.applied().values()} == {40 * 24 // workers}
+    assert {s for _, s in after.applied().values()} == {400 * 24 // workers}
     assert after.version > before.version
     assert resumed.summary()["test_accuracy"] > 0.9
 
