@@ -21,7 +21,8 @@ from torch import Tensor
 from offbeat.checkpoint import newest_checkpoint, write_weights
 from offbeat.config import TrainConfig, make_config, not_overruled
 from offbeat.control import Control
-from offbeat.engines.cluster import Reach, make_elsewhere
+from offbeat.engines.base import Engine
+from offbeat.engines.cluster import ClusterEngine
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.engines.inproc import InprocEngine
 from offbeat.engines.local import LocalEngine
@@ -29,9 +30,10 @@ from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.importing import FILE_PREFIX
 from offbeat.job import Facts, Job, make_job, rejoin_job
-from offbeat.progress import MakeDisplay, make_display
+from offbeat.progress import Display, MakeDisplay, make_display
 from offbeat.recipes.base import Recipe, RecipeFile, load_recipe, locate
 from offbeat.report.summary import summarise
+from offbeat.roles.context import Endpoint
 from offbeat.roles.evaluator import Evaluator, metric_name, score_line
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.summaries import check_installed
@@ -244,24 +246,24 @@ def find_again(
 def train_config(
     config: TrainConfig,
     recipe: Recipe | None = None,
-    reach: Reach | None = None,
+    endpoint: Endpoint | None = None,
     display: MakeDisplay | None = None,
     forks: ForkServer | None = None,
     file: RecipeFile | None = None,
 ) -> Result:
-    """The same, from a configuration that is complete; with `reach`, as the master of a cluster;
+    """The same, from a configuration that is complete; with `endpoint`, as the master of a cluster;
     `display` makes what shows its progress, `forks` starts the processes; `file` is where the
     recipe comes from, where that is known better than by its name."""
     began_s = time.monotonic()
-    _check(config, reach)
+    _check(config, endpoint)
     with fork_server(config.engine, forks) as forks:
         recipe = recipe or load_recipe(config.recipe, file)
         found = Found(recipe, locate(config.recipe, file))
-        job = make_job(config, recipe, elastic=reach is not None)
+        job = make_job(config, recipe, elastic=endpoint is not None)
         replicas = _make_replicas(job)
         folder = create_run_folder(job.config)
         start = _Start(
-            folder, began_s, reach, found, forks, threads=config.threads, display=display
+            folder, began_s, endpoint, found, forks, threads=config.threads, display=display
         )
         with folder.locked() as lock:
             return _run(job, replicas, start, lock=lock, incarnation=0)
@@ -271,25 +273,25 @@ def resume_config(
     run_dir: Path,
     options: Mapping[str, Any],
     recipe: Recipe | None = None,
-    reach: Reach | None = None,
+    endpoint: Endpoint | None = None,
     forks: ForkServer | None = None,
 ) -> Result:
     folder = RunFolder(run_dir)
     before, described = folder.read_config()
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
-    _check(config, reach)
+    _check(config, endpoint)
     with folder.locked() as lock, fork_server(config.engine, forks) as forks:
         checkpoint = newest_checkpoint(folder.checkpoints)
         began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
         is_given = options.get("recipe") is not None
         found = find_again(config.recipe, RecipeFile.kept(described), recipe, is_given=is_given)
-        job = make_job(config, found.recipe, checkpoint, elastic=reach is not None)
+        job = make_job(config, found.recipe, checkpoint, elastic=endpoint is not None)
         replicas = _make_replicas(job)
         folder.state.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         threads = config.threads if options.get("threads") is not None else None
-        start = _Start(folder, began_s, reach, found, forks, threads=threads)
+        start = _Start(folder, began_s, endpoint, found, forks, threads=threads)
         return _run(job, replicas, start, lock=lock, incarnation=incarnation)
 
 
@@ -299,7 +301,7 @@ class _Start:
 
     folder: RunFolder
     began_s: float
-    reach: Reach | None
+    endpoint: Endpoint | None
     found: Found
     forks: ForkServer | None
     threads: int | None
@@ -333,32 +335,7 @@ def _run(
     display = show(_title(job, folder), total)
     for line in _notices(job, start.found.change):
         display.notice(line)
-    engine: InprocEngine | LocalEngine
-    if config.engine == "local":
-        engine = LocalEngine(
-            job,
-            folder,
-            display,
-            start.began_s,
-            lock=lock,
-            forks=start.forks,
-            incarnation=incarnation,
-        )
-    else:
-        elsewhere = None
-        if start.reach is not None:
-            elsewhere = make_elsewhere(
-                start.reach, job, folder, start.clock, display.notice, start.threads
-            )
-        engine = InprocEngine(
-            job,
-            replicas,
-            folder,
-            display,
-            start.clock,
-            incarnation=incarnation,
-            elsewhere=elsewhere,
-        )
+    engine = _make_engine(job, replicas, start, display, lock=lock, incarnation=incarnation)
     try:
         engine.run()
         folder.cluster.unlink(missing_ok=True)
@@ -368,11 +345,45 @@ def _run(
     return Result(folder.path, summary)
 
 
-def _check(config: TrainConfig, reach: Reach | None) -> None:
+def _make_engine(
+    job: Job,
+    replicas: list[FlatModel],
+    start: _Start,
+    display: Display,
+    *,
+    lock: int,
+    incarnation: int,
+) -> Engine:
+    folder = start.folder
+    if job.config.engine == "local":
+        return LocalEngine(
+            job,
+            folder,
+            display,
+            start.began_s,
+            lock=lock,
+            forks=start.forks,
+            incarnation=incarnation,
+        )
+    if start.endpoint is None:
+        return InprocEngine(job, replicas, folder, display, start.clock, incarnation=incarnation)
+    return ClusterEngine(
+        job,
+        replicas,
+        folder,
+        display,
+        start.clock,
+        endpoint=start.endpoint,
+        threads=start.threads,
+        incarnation=incarnation,
+    )
+
+
+def _check(config: TrainConfig, endpoint: Endpoint | None) -> None:
     """Have what is missing said while there is no folder yet."""
     if config.tensorboard:
         check_installed()
-    if config.engine == "cluster" and reach is None:
+    if config.engine == "cluster" and endpoint is None:
         raise ConfigError(
             "the roles of a cluster are started one by one: offbeat role master --cluster FILE, "
             "and so on"

@@ -20,10 +20,10 @@ from typing import Any
 
 from offbeat.api import Result, resume_config, train_config
 from offbeat.config import make_config, not_overruled
-from offbeat.engines.cluster import Reach
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.hosts import Hosts, is_loopback, split_address
 from offbeat.progress import say
+from offbeat.roles.context import Endpoint
 from offbeat.roles.door import Door
 from offbeat.roles.remote import SMALL, WorkDone, run_evaluator, run_worker
 from offbeat.transport.sockets import SocketListener, connect_for_calls
@@ -33,18 +33,18 @@ from offbeat.version import __version__
 CHECK_TIMEOUT_S = 5.0
 
 
-def serve(reach: Reach, index: int, bind: str | None = None) -> bool:
+def serve(endpoint: Endpoint, index: int, bind: str | None = None) -> bool:
     """Be server `index`. Returns whether it was stopped before the run was over."""
-    where = reach.hosts.where("ps", index)
+    where = endpoint.hosts.where("ps", index)
     host, port = split_address(where)
     if bind is not None:
         host, port = _split_bind(bind, port)
-    if reach.terms.client_tls is not None and reach.terms.server_tls is None:
+    if endpoint.terms.client_tls is not None and endpoint.terms.server_tls is None:
         raise ConfigError(
             "a server that is to use TLS needs a certificate: give --tls-cert and --tls-key beside "
             "--tls-ca"
         )
-    if reach.terms.token is None and not is_loopback(host):
+    if endpoint.terms.token is None and not is_loopback(host):
         raise ConfigError(
             f"server {index} would listen at {host}:{port}, where strangers can reach it, without "
             f"a token. Make one with: offbeat token > token.txt; bring it to every machine; and "
@@ -53,11 +53,11 @@ def serve(reach: Reach, index: int, bind: str | None = None) -> bool:
     address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
     with _console(f"ps-{index}") as (log, stop):
         try:
-            listener = SocketListener(address, SMALL, reach.terms)
+            listener = SocketListener(address, SMALL, endpoint.terms)
         except ConnectionClosedError as error:
             raise ConfigError(str(error)) from error
         log.info("server %d listens at %s; waiting for the master", index, listener.address[4:])
-        door = Door(listener, index, log, start_timeout_s=reach.start_timeout_s, stop=stop)
+        door = Door(listener, index, log, start_timeout_s=endpoint.start_timeout_s, stop=stop)
         door.run()
         log.info("server %d leaves: %s", index, door.reason)
         return stop.is_set()
@@ -72,12 +72,12 @@ def _split_bind(bind: str, port: int) -> tuple[str, int]:
 
 
 def master(
-    reach: Reach, given: Mapping[str, Any], from_file: Mapping[str, Any], resume: str | None
+    endpoint: Endpoint, given: Mapping[str, Any], from_file: Mapping[str, Any], resume: str | None
 ) -> Result:
     """Be the master: keep the run's folder, and train as rank 0."""
     decided = {
-        "servers": len(reach.hosts.ps),
-        "workers": reach.hosts.num_workers,
+        "servers": len(endpoint.hosts.ps),
+        "workers": endpoint.hosts.num_workers,
         "engine": "cluster",
     }
     for name, number in decided.items():
@@ -85,22 +85,23 @@ def master(
         if name != "engine" and str(told) != str(number):
             raise ConfigError(f"the cluster has {number} {name}, not {told}")
     if resume is not None:
-        return resume_config(Path(resume), {**given, **decided}, reach=reach)
-    return train_config(make_config(not_overruled(from_file, given), given, decided), reach=reach)
+        return resume_config(Path(resume), {**given, **decided}, endpoint=endpoint)
+    config = make_config(not_overruled(from_file, given), given, decided)
+    return train_config(config, endpoint=endpoint)
 
 
 def work(
-    reach: Reach, rank: int | None, local: Mapping[str, Any], *, scores: bool = False
+    endpoint: Endpoint, rank: int | None, local: Mapping[str, Any], *, scores: bool = False
 ) -> tuple[WorkDone, bool]:
     """Be a worker; None: one more than the cluster lists. Returns what it came to, with `scores`
     also how well its last parameters do; and whether it was stopped."""
     name = "worker" if rank is None else f"worker-{rank}"
     with _console(name) as (log, stop):
         done = run_worker(
-            reach.hosts.addresses,
-            reach.terms,
+            endpoint.hosts.addresses,
+            endpoint.terms,
             rank,
-            start_timeout_s=reach.start_timeout_s,
+            start_timeout_s=endpoint.start_timeout_s,
             log=log,
             stop=stop,
             say=log.info,
@@ -111,13 +112,13 @@ def work(
         return done, stop.is_set()
 
 
-def score(reach: Reach, local: Mapping[str, Any]) -> bool:
+def score(endpoint: Endpoint, local: Mapping[str, Any]) -> bool:
     """Be an evaluator. Returns whether it was stopped."""
     with _console("evaluator") as (log, stop):
         run_evaluator(
-            reach.hosts.addresses,
-            reach.terms,
-            start_timeout_s=reach.start_timeout_s,
+            endpoint.hosts.addresses,
+            endpoint.terms,
+            start_timeout_s=endpoint.start_timeout_s,
             log=log,
             stop=stop,
             say=log.info,

@@ -219,24 +219,24 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
     if is_master:
         make_config(from_file, given)  # what is wrong with the flags shows before torch loads
     from offbeat import byhand
-    from offbeat.engines.cluster import Reach
     from offbeat.progress import say
+    from offbeat.roles.context import Endpoint
 
-    reach = Reach(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
+    endpoint = Endpoint(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
     if is_master:
         with _signals_as_ctrl_c():
-            result = byhand.master(reach, given, from_file, known.resume)
+            result = byhand.master(endpoint, given, from_file, known.resume)
         for line in _result_lines(result.summary):
             say(line)
         return INTERRUPTED if result.interrupted else 0
     if role == "ps":
-        stopped = byhand.serve(reach, index, getattr(known, "bind", None))
+        stopped = byhand.serve(endpoint, index, getattr(known, "bind", None))
     elif role == "worker":
-        done, stopped = byhand.work(reach, rank, given, scores=known.score)
+        done, stopped = byhand.work(endpoint, rank, given, scores=known.score)
         for line in _lines(done.metric_name, done.metric, done.time_s, done.loss):
             say(line)
     else:
-        stopped = byhand.score(reach, given)
+        stopped = byhand.score(endpoint, given)
     return INTERRUPTED if stopped else 0
 
 
@@ -284,11 +284,11 @@ def _role_of_engine(known: argparse.Namespace) -> int:
     control = Control.from_environment()
     control.start()
     try:
-        from offbeat.roles.run import run_role
+        from offbeat.roles.process import run_process
         from offbeat.rundir import RunFolder
 
         config, _ = RunFolder(Path(known.run_dir)).read_config()
-        run_role(config, known.role, getattr(known, "index", 0), control)
+        run_process(config, known.role, getattr(known, "index", 0), control)
     except BaseException as error:  # also a KeyboardInterrupt, which here is the recipe's own
         control.fail(error)
         if isinstance(error, OffbeatError):

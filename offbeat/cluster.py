@@ -5,6 +5,7 @@ address.
 """
 
 import dataclasses
+import time
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +26,10 @@ class Cluster:
     """How often each worker was started before."""
     began_s: float
     """When the run began, on the machine's monotonic clock."""
+
+    def clock(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.began_s
 
     def write(self, folder: RunFolder) -> None:
         folder.write_json(folder.cluster, dataclasses.asdict(self))

@@ -51,6 +51,10 @@ class Control:
         descriptor = os.environ.pop(CONTROL_VARIABLE, None)
         return cls(None if descriptor is None else socket.socket(fileno=int(descriptor)))
 
+    def reports(self, status: Callable[[], dict[str, Any]]) -> None:
+        """From now on, report what `status` tells."""
+        self.status = status
+
     def start(self) -> None:
         self._thread.start()
 

@@ -107,6 +107,11 @@ class RunFolder:
         return False
 
 
+def role_name(role: str, index: int) -> str:
+    """What a role's log and events are called: ps-0, worker-1, master, evaluator."""
+    return role if role in ("master", "evaluator") else f"{role}-{index}"
+
+
 def in_words(role: str) -> str:
     """worker-1 -> worker 1, ps-0 -> server 0, master -> the master."""
     kind, _, number = role.partition("-")

@@ -11,9 +11,9 @@ from typing import Any
 
 from offbeat.api import Result, train_config
 from offbeat.config import make_config
-from offbeat.engines.cluster import Reach
 from offbeat.events import read_events
 from offbeat.hosts import Hosts
+from offbeat.roles.context import Endpoint
 from offbeat.roles.door import Door
 from offbeat.roles.remote import SMALL, run_evaluator, run_worker
 from offbeat.transport.sockets import SocketListener
@@ -100,7 +100,9 @@ class Cluster:
         return self._role(f"ps-{index}", body)
 
     def start_master(self) -> Role:
-        reach = Reach(hosts=self.hosts, terms=self.terms, start_timeout_s=self.start_timeout_s)
+        endpoint = Endpoint(
+            hosts=self.hosts, terms=self.terms, start_timeout_s=self.start_timeout_s
+        )
         decided = {
             "servers": len(self.hosts.ps),
             "workers": self.hosts.num_workers,
@@ -108,7 +110,7 @@ class Cluster:
             "run_dir": str(self.run_dir),
         }
         config = make_config(self.options, decided)
-        return self._role("master", lambda role: train_config(config, reach=reach))
+        return self._role("master", lambda role: train_config(config, endpoint=endpoint))
 
     def start_worker(self, rank: int | None, addresses: tuple[str, ...] | None = None) -> Role:
         return self._role(

@@ -12,8 +12,8 @@ import torch
 from helpers import toy_recipe
 
 from offbeat import Recipe
-from offbeat.engines import inproc
-from offbeat.roles import acceptor, evaluator, master, server
+from offbeat.engines import threads
+from offbeat.roles import acceptor, evaluator, master, run, server
 
 FRAMEWORK_THREADS = ("pytest_timeout", "pydevd")
 
@@ -23,8 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Runs in this process are over in no time: whoever looks up now and then does so more often here.
 for module, name in (
     (evaluator, "POLL_S"),
-    (inproc, "REFRESH_S"),
+    (threads, "REFRESH_S"),
     (master, "POLL_S"),
+    (run, "REPORT_EVERY_S"),
     (server, "POLL_S"),
     (acceptor, "POLL_S"),
 ):

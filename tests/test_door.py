@@ -24,12 +24,13 @@ from offbeat import byhand, cli
 from offbeat.cli import main
 from offbeat.config import make_config
 from offbeat.control import CONTROL_VARIABLE
-from offbeat.engines.cluster import MasterNetwork, Reach, _CollectingEnd
+from offbeat.engines.cluster import MasterNetwork, _CollectingEnd
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
 from offbeat.hosts import TF_VARIABLE, Hosts
 from offbeat.job import make_job
 from offbeat.ledger import Account
 from offbeat.roles import remote
+from offbeat.roles.context import Endpoint
 from offbeat.roles.door import Door
 from offbeat.roles.evaluator import Evaluator
 from offbeat.roles.master import Patience, Status
@@ -279,9 +280,9 @@ def test_a_master_is_stopped_while_a_server_is_away(tmp_path: Path) -> None:
 
         helper = threading.Thread(target=interrupt)
         helper.start()
-        reach = Reach(hosts=made.hosts, terms=OPEN, start_timeout_s=600)
+        endpoint = Endpoint(hosts=made.hosts, terms=OPEN, start_timeout_s=600)
         options = {**made.options, "run_dir": str(made.run_dir)}
-        result.append(byhand.master(reach, options, {}, None))
+        result.append(byhand.master(endpoint, options, {}, None))
         helper.join(T)
         assert stopped.is_set()
         assert result[0].interrupted
@@ -430,12 +431,12 @@ def test_the_last_checkpoint_of_a_resumed_master_is_what_the_servers_have(tmp_pa
 
 
 def test_a_worker_that_is_silent_is_silent_for_tcp_too(tmp_path: Path) -> None:
-    reach = Reach(
+    endpoint = Endpoint(
         hosts=Hosts(ps=("127.0.0.1:1",), master="x:1"), terms=Terms(), start_timeout_s=1.0
     )
     nothing: Any = None
     network = MasterNetwork(
-        reach, toy_job(worker_timeout=7.0), RunFolder(tmp_path), lambda: 0.0, nothing, None
+        endpoint, toy_job(worker_timeout=7.0), RunFolder(tmp_path), lambda: 0.0, nothing, None
     )
     assert network.terms.peer_timeout_s == 7.0
 

@@ -57,8 +57,11 @@ def assert_every_gradient_counted_once(run: LocalRun, workers: int, steps: int) 
 
 def test_a_run_is_as_many_processes_as_roles_and_ends_by_itself(start: Start) -> None:
     run = start("--workers", "2", "--servers", "2", "--steps", "2000", "--eval-every", "400")
-    run.wait_for_steps(10)
-    assert len(run.pids()) == 5, "two servers, the master, a worker, the evaluator"
+    run.wait_for_steps(10)  # of which the launcher hears before it starts the evaluator
+    run.wait_until(
+        lambda: len(run.pids()) >= 5, "two servers, the master, a worker, the evaluator were there"
+    )
+    assert len(run.pids()) == 5
     for role in ("ps --index 0", "ps --index 1", "master", "worker --index 1", "evaluator"):
         assert len(run.pids(role)) == 1, role
     assert run.wait() == 0, run.text()

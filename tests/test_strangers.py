@@ -18,12 +18,12 @@ from rig import TOKEN, authority, knock, rig, tls_terms, wait_until
 from test_terms import LAYOUT, Stranger, T, a_server, mac
 
 from offbeat import byhand, cli, hosts
-from offbeat.engines.cluster import Reach
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.hosts import Hosts
 from offbeat.job import disagreement
 from offbeat.roles import acceptor
 from offbeat.roles.acceptor import Acceptor
+from offbeat.roles.context import Endpoint
 from offbeat.transport import base, wire
 from offbeat.transport.base import keep_trying
 from offbeat.transport.sockets import SocketListener, SocketNetwork, connect_for_calls
@@ -292,9 +292,9 @@ def test_tls_that_the_other_side_does_not_speak_is_told(monkeypatch: pytest.Monk
 def test_a_server_with_an_authority_alone_does_not_start_without_tls(tmp_path: Path) -> None:
     _, _, ca = files(tmp_path / "a", authority(), "127.0.0.1")
     where = Hosts(ps=("127.0.0.1:7000",), worker=("127.0.0.1:7001",))
-    reach = Reach(hosts=where, terms=load_terms({}, tls_ca=ca), start_timeout_s=0.1)
+    endpoint = Endpoint(hosts=where, terms=load_terms({}, tls_ca=ca), start_timeout_s=0.1)
     with pytest.raises(ConfigError, match="needs a certificate"):
-        byhand.serve(reach, 0)
+        byhand.serve(endpoint, 0)
 
 
 # -- addresses, sockets, pauses, signals -----------------------------------------------------------

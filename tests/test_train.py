@@ -695,16 +695,16 @@ def test_load_gives_the_newest_weights_of_a_run(run_dir: Path) -> None:
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run in threads gets a Ctrl-C when its workers are well under way."""
-    original = InprocEngine._status
+    original = InprocEngine.status
     done: list[bool] = []
 
     def interrupt(self: InprocEngine) -> Any:
-        if not done and min(worker.stats.num_steps for worker in self.workers) > 20:
+        if not done and min(p["steps"] for p in self._progress("master", "worker")) > 20:
             done.append(True)
             raise KeyboardInterrupt
         return original(self)
 
-    monkeypatch.setattr(InprocEngine, "_status", interrupt)
+    monkeypatch.setattr(InprocEngine, "status", interrupt)
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)

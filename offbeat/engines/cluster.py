@@ -1,65 +1,116 @@
-"""The master's side of a run whose roles were started by hand, on machines of their own.
+"""The engine `cluster`: the master's side of a run whose roles were started by hand, on machines of
+their own.
 
 The master tells every server what the run is, before anything else is asked of it, and keeps what
-servers, workers and evaluators have for the run's folder, which lives here. The rest of it is the
-engine `inproc`, with nobody in it but the master and rank 0.
+servers, workers and evaluators have for the run's folder, which lives here. Called by the api, for
+`offbeat role master --cluster cluster.toml`.
 """
 
 import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from offbeat.engines.inproc import Elsewhere
-from offbeat.errors import ConnectionClosedError
+from offbeat.engines.base import score_of
+from offbeat.engines.threads import ThreadEngine
+from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.events import free_path
-from offbeat.hosts import Hosts
+from offbeat.flat import FlatModel
 from offbeat.job import Job
+from offbeat.progress import Display, Status
+from offbeat.roles.context import Context, Endpoint
 from offbeat.roles.door import SOURCES
+from offbeat.roles.evaluator import metric_name
 from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Layout, Message
 from offbeat.transport.sockets import SocketNetwork
-from offbeat.transport.terms import Terms
 
 DRAIN_S = 5.0
 """How long a master whose run is over waits for the workers' last words."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reach:
-    """How a role that was started by hand meets the others."""
+class ClusterEngine(ThreadEngine):
+    """The master and rank 0, and then the evaluator: rank 0 needs the machine until it is through.
+    `replicas`: a model for each of these two."""
 
-    hosts: Hosts
-    terms: Terms
-    start_timeout_s: float
+    def __init__(
+        self,
+        job: Job,
+        replicas: Sequence[FlatModel],
+        folder: RunFolder,
+        display: Display,
+        clock: Callable[[], float],
+        *,
+        endpoint: Endpoint,
+        threads: int | None,
+        incarnation: int = 0,
+    ) -> None:
+        """`threads`: of each worker, where the user said how many. `incarnation` is new to the
+        run's checkpoints, where there are any."""
+        super().__init__(job, folder, display, clock)
+        network = MasterNetwork(endpoint, job, folder, clock, display.notice, threads)
+        network.failed = self._failed_elsewhere
+        rank_0, of_evaluator = replicas
+        context = Context(
+            job=job,
+            records=self._records,
+            clock=clock,
+            stop=self._stop,
+            say=display.notice,
+            network=network,
+            folder=folder,
+            generation=incarnation,
+            model=rank_0,
+            summaries=self._summaries,
+            connect_timeout_s=endpoint.start_timeout_s,
+            patience=Patience(
+                job.config.workers,
+                start_s=endpoint.start_timeout_s,
+                absent_s=job.config.worker_timeout,
+                say=display.notice,
+            ),
+        )
+        self._master = self._make(context, "master")
+        self._evaluators = []
+        if job.test is not None:
+            looking_on = dataclasses.replace(context, stop=self._give_up, model=of_evaluator)
+            self._evaluators.append(self._make(looking_on, "evaluator"))
 
+    def _go(self) -> None:
+        self._master.start()
+        self._watch(self._master.is_alive)
+        self._let_go()
+        for evaluator in self._evaluators:
+            evaluator.start()
+            self._watch(evaluator.is_alive)
 
-def make_elsewhere(
-    reach: Reach,
-    job: Job,
-    folder: RunFolder,
-    clock: Callable[[], float],
-    say: Callable[[str], None],
-    threads: int | None,
-) -> Elsewhere:
-    """`threads`: of each worker, where the user said how many."""
-    network = MasterNetwork(reach, job, folder, clock, say, threads)
-    patience = Patience(
-        job.config.workers,
-        start_s=reach.start_timeout_s,
-        absent_s=job.config.worker_timeout,
-        say=say,
-    )
-    found = Elsewhere(network, patience, reach.start_timeout_s)
-    network.failed = lambda line: found.failed(line)
-    return found
+    def _failed_elsewhere(self, line: str) -> None:
+        """A worker's loss is no number any more: the run is to stop."""
+        if not self._stop.is_set():
+            self.failures.append(NonFiniteLossError(line))
+            self.stop()
+
+    def status(self) -> Status:
+        """Most workers are elsewhere: what they did is known by the servers' versions."""
+        master = self._master.progress()
+        per_update = self.job.config.workers if self.job.config.discipline == "sync" else 1
+        num_gradients = per_update * master["version"]
+        return Status(
+            num_gradients=num_gradients,
+            num_examples=num_gradients * self.job.step_size,
+            at_s=self.clock(),
+            loss=master["loss"],
+            staleness=master["staleness"],
+            metric_name=metric_name(self.job.recipe),
+            score=score_of(next(iter(self._progress("evaluator")), {})),
+            waits_for="the first gradient" if master["opened"] else "the servers",
+        )
 
 
 class MasterNetwork(SocketNetwork):
@@ -67,15 +118,15 @@ class MasterNetwork(SocketNetwork):
 
     def __init__(
         self,
-        reach: Reach,
+        endpoint: Endpoint,
         job: Job,
         folder: RunFolder,
         clock: Callable[[], float],
         say: Callable[[str], None],
         threads: int | None,
     ) -> None:
-        terms = dataclasses.replace(reach.terms, peer_timeout_s=job.config.worker_timeout)
-        super().__init__(reach.hosts.addresses, terms, say)
+        terms = dataclasses.replace(endpoint.terms, peer_timeout_s=job.config.worker_timeout)
+        super().__init__(endpoint.hosts.addresses, terms, say)
         self.failed: Callable[[str], None] = lambda line: None
         self._folder = folder
         self._clock = clock

@@ -78,7 +78,7 @@ def show_command(command: list[str]) -> None:
 def _import_everything() -> None:
     import torch
 
-    import offbeat.roles.run  # noqa: F401
+    import offbeat.roles.process  # noqa: F401
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch imports as much again for that
     gc.collect()

@@ -1,280 +1,241 @@
-"""One entry point for every role: `run_role(config, role, index)`.
+"""One way to start a role: `run_role(context, role, index)`.
 
-Behind `offbeat role ps|master|worker|evaluator --index I --run-dir RUN`, which is what the engine
-`local` starts, one process each. All that a role needs to know stands in the run's folder.
-
-A process that an engine started has a line to it, which control.py describes.
+Used for threads (the engines inproc and cluster), for processes (process.py) and for roles that a
+person started (bootstrap.py, remote.py). Servers, workers, masters and evaluators are made here and
+nowhere else.
 """
 
-import logging
 import math
-import os
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
-from offbeat.cluster import Cluster, ClusterNetwork
-from offbeat.config import TrainConfig
-from offbeat.control import DATA_VARIABLE, REPORT_EVERY_S, Control
-from offbeat.data.batches import Source
-from offbeat.data.shared import open_shared
+from offbeat.control import REPORT_EVERY_S
 from offbeat.errors import StepError
-from offbeat.events import EventLog
-from offbeat.job import Facts, Job, rejoin_job
-from offbeat.recipes.base import RecipeFile, load_recipe
+from offbeat.roles.context import Context, Progress
 from offbeat.roles.evaluator import Evaluator
-from offbeat.roles.master import Master
+from offbeat.roles.master import Master, Status
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
-from offbeat.rundir import RunFolder, close_log
-from offbeat.summaries import StepSummaries, Summaries
-from offbeat.transport.sockets import SocketListener
-
-PATIENCE_S = 3.0
-"""When the engine is gone servers and workers wait so long for the master, who commits a last
-checkpoint and tells them that the run is over."""
+from offbeat.rundir import role_name
+from offbeat.summaries import StepSummaries
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Means:
-    """What every role works with."""
+class Role(ABC):
+    """A role that is made, and waits for `run`. Making it may seed torch's generator for a moment,
+    so several of a process are made one after the other; they run in any thread."""
 
-    job: Job
-    folder: RunFolder
-    cluster: Cluster
-    control: Control
-    log: logging.Logger
+    @abstractmethod
+    def run(self) -> None:
+        """Until it is over, or the context's `stop`. Raises what it failed with."""
 
-    def clock(self) -> float:
-        return time.monotonic() - self.cluster.began_s
-
-    def make_summaries(self) -> Summaries:
-        return Summaries(self.job, self.folder, self.log, self.clock)
+    @abstractmethod
+    def progress(self) -> Progress:
+        """How far it is; any thread may ask."""
 
 
-def run_role(config: TrainConfig, role: str, index: int, control: Control | None = None) -> None:
-    """Be `role` number `index` of the run in `config.run_dir`, until it is over.
-
-    Raises what the role failed with; its log has the traceback.
-    """
-    assert config.run_dir is not None, "a role belongs to a run's folder"
-    folder = RunFolder(Path(config.run_dir))
-    control = control or Control(None)
-    name = role if role in ("master", "evaluator") else f"{role}-{index}"
-    log = folder.open_log(name)
-    try:
-        job = _make_job(config, role, folder)
-        cluster = Cluster.read(folder)
-        means = _Means(job=job, folder=folder, cluster=cluster, control=control, log=log)
-        log.info("process %d is %s", os.getpid(), name)
-        _BODIES[role](means, index)
-    except BaseException as error:
-        log.error("failed", exc_info=error)
-        raise
-    finally:
-        close_log(log)
+def make_role(context: Context, role: str, index: int) -> Role:
+    return _KINDS[role](context, index)
 
 
-def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
-    described = folder.read_json(folder.config)
-    recipe = load_recipe(config.recipe, RecipeFile.kept(described))
-    return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role))
+def run_role(context: Context, role: str, index: int) -> None:
+    """Be `role` number `index`, until it is over."""
+    made = make_role(context, role, index)
+    context.report(made.progress)
+    made.run()
 
 
-def _sources(role: str) -> dict[str, Source] | None:
-    """The data that the engine shares with its processes, if there is an engine; None for a server,
-    which has no use for it."""
-    descriptor = os.environ.pop(DATA_VARIABLE, None)
-    if role == "ps":
-        return None
-    if descriptor is None:
-        return {}
-    sources = open_shared(int(descriptor))
-    os.close(int(descriptor))
-    return sources
+class ServerRole(Role):
+    def __init__(self, context: Context, index: int) -> None:
+        job, records, name = context.job, context.records, role_name("ps", index)
+        self._context = context
+        self.server = Server(
+            job.make_shard(index),
+            job.make_discipline(),
+            context.listener,
+            index=index,
+            agreement=job.agreement,
+            events=records.events(name),
+            log=records.log(name),
+            clock=context.clock,
+            epoch=context.generation,
+            worker_timeout_s=job.config.worker_timeout,
+            budget=job.budget,
+        )
 
-
-# -- the roles -------------------------------------------------------------------------------------
-
-
-def _run_ps(means: _Means, index: int) -> None:
-    torch.set_num_threads(1)
-    job, control = means.job, means.control
-    control.patience_s = PATIENCE_S
-    epoch = means.cluster.epochs[index]
-    events = EventLog.create(means.folder.events, f"ps-{index}")
-    listener = SocketListener(means.cluster.ps[index], job.layout(index))
-    server = Server(
-        job.make_shard(index),
-        job.make_discipline(),
-        listener,
-        index=index,
-        agreement=job.agreement,
-        events=events,
-        log=means.log,
-        clock=means.clock,
-        epoch=epoch,
-        worker_timeout_s=job.config.worker_timeout,
-    )
-    control.status = lambda: {
-        "ready": server.loaded.is_set(),
-        "staleness": _mean(server.recent_staleness),
-    }
-    control.flush = events.flush
-    server.start()
-    try:
-        while not server.over.wait(REPORT_EVERY_S):
-            if control.stop.is_set():
-                break
-    finally:
-        server.close()
-        events.close()
-    if server.failure is not None:
-        raise server.failure
-
-
-def _run_worker(means: _Means, index: int) -> None:
-    means.control.patience_s = PATIENCE_S
-    incarnation = means.cluster.incarnations[index]
-    events = EventLog.create(means.folder.events, f"worker-{index}")
-    worker = _make_worker(means, index, incarnation, events, means.control.stop)
-    means.control.status = lambda: _progress(worker)
-    means.control.flush = events.flush
-    try:
-        worker.run()
-    except BaseException as error:  # Ctrl-C reaches no role: a KeyboardInterrupt is the recipe's
-        raise StepError(worker.step, error) from error
-    finally:
-        events.close()
-
-
-def _run_master(means: _Means, index: int) -> None:
-    """Rank 0's training in this thread, the run's books in another one."""
-    if means.folder.state.exists():
-        return  # the run was over when this one's predecessor died
-    incarnation = means.cluster.incarnations[0]
-    books = EventLog.create(means.folder.events, "master")
-    events = EventLog.create(means.folder.events, "worker-0")
-    stop, over = means.control.stop, threading.Event()
-    summaries = means.make_summaries()
-    worker = _make_worker(means, 0, incarnation, events, over, summaries.of_steps())
-    master = Master(
-        means.job,
-        ClusterNetwork(means.folder),
-        means.folder,
-        worker.towers.model,
-        events=books,
-        log=means.log,
-        clock=means.clock,
-        stop=stop,
-        watch=summaries.watch,
-    )
-    failures: list[BaseException] = []
-
-    def keep_books() -> None:
+    def run(self) -> None:
+        server, context = self.server, self._context
+        server.start()
         try:
-            master.run()
-        except Exception as error:
-            means.log.error("the books cannot be kept", exc_info=error)
-            failures.append(error)
+            while not server.over.wait(REPORT_EVERY_S) and not context.stop.is_set():
+                context.look()
         finally:
-            over.set()  # also where a server is away that could say so
+            stopped = context.stop.is_set() and context.stop_ends_run
+            server.close(over=server.over.is_set() or stopped)
+        if server.failure is not None:
+            raise server.failure
 
-    def flush() -> None:
-        books.flush()
-        events.flush()
-
-    means.control.status = lambda: _progress(worker)
-    means.control.flush = flush
-    thread = threading.Thread(target=keep_books, name="master", daemon=True)
-    thread.start()
-    try:
-        worker.run()
-    except BaseException as error:  # as in _run_worker
-        failures.append(StepError(worker.step, error))
-        stop.set()  # the books end with a checkpoint of what there is
-    finally:
-        thread.join()
-        summaries.close()
-        books.close()
-        events.close()
-    if failures:
-        raise failures[-1]
+    def progress(self) -> Progress:
+        server = self.server
+        return {"ready": server.loaded.is_set(), "staleness": _mean(list(server.recent_staleness))}
 
 
-def _run_evaluator(means: _Means, index: int) -> None:
-    events = EventLog.create(means.folder.events, "evaluator")
-    summaries = means.make_summaries()
-    job = means.job
-    evaluator = Evaluator(
-        job,
-        job.make_model().module,
-        means.folder,
-        events=events,
-        log=means.log,
-        clock=means.clock,
-        stop=means.control.stop,
-        scored=summaries.scored,
-        say=means.control.say,
-    )
-    means.control.status = lambda: {"score": evaluator.latest}
-    means.control.flush = events.flush
-    try:
-        evaluator.run()
-    finally:
-        summaries.close()
-        events.close()
+class WorkerRole(Role):
+    """Fails with a StepError, which says at which step and has the reason as its cause."""
+
+    def __init__(
+        self,
+        context: Context,
+        rank: int,
+        stop: threading.Event | None = None,
+        summaries: StepSummaries | None = None,
+    ) -> None:
+        assert context.network is not None
+        job, records, name = context.job, context.records, role_name("worker", rank)
+        self.worker = Worker(
+            job,
+            rank,
+            job.make_towers(rank, context.model or job.make_model()),
+            context.network,
+            events=records.events(name),
+            log=records.log(name),
+            clock=context.clock,
+            stop=stop or context.stop,
+            incarnation=context.generation,
+            seeds_torch=context.owns_process,
+            summaries=summaries,
+            say=context.say,
+            connect_timeout_s=context.connect_timeout_s,
+        )
+
+    def run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as error:  # Ctrl-C reaches no engine's role: it is the recipe's
+            raise StepError(self.worker.step, error) from error
+
+    def progress(self) -> Progress:
+        stats = self.worker.stats
+        return {
+            "ready": self.worker.has_joined,
+            "steps": stats.num_steps,
+            "examples": stats.num_examples,
+            "loss": stats.loss if math.isfinite(stats.loss) else None,
+        }
 
 
-_BODIES: dict[str, Callable[[_Means, int], None]] = {
-    "ps": _run_ps,
-    "master": _run_master,
-    "worker": _run_worker,
-    "evaluator": _run_evaluator,
+class MasterRole(Role):
+    """The run's books in a thread of their own, and rank 0's training in this one. It fails with
+    what failed first; rank 0, like any worker, has not failed once the run is being stopped or is
+    over."""
+
+    def __init__(self, context: Context, index: int) -> None:
+        assert context.network is not None and context.folder is not None
+        assert context.summaries is not None
+        self._context = context
+        self._folder = context.folder
+        self._watch = context.summaries.watch
+        self._books_closed = threading.Event()
+        self._seen: Sequence[Status] = ()
+        self._failures: list[BaseException] = []
+        self._rank_0 = WorkerRole(context, 0, self._books_closed, context.summaries.of_steps())
+        self._master = Master(
+            context.job,
+            context.network,
+            context.folder,
+            self._rank_0.worker.towers.model,
+            events=context.records.events("master"),
+            log=context.records.log("master"),
+            clock=context.clock,
+            stop=context.stop,
+            watch=self._look,
+            patience=context.patience,
+            connect_timeout_s=context.connect_timeout_s,
+        )
+
+    def run(self) -> None:
+        books = threading.Thread(target=self._keep_books, name="books", daemon=True)
+        books.start()
+        try:
+            if self._context.begins_at_once or self._is_opened():
+                self._train()
+        finally:
+            books.join()
+        for error in self._failures[1:]:
+            self._master.log.error("failed as well", exc_info=error)
+        if self._failures:
+            raise self._failures[0]
+
+    def progress(self) -> Progress:
+        seen = self._seen
+        return {
+            **self._rank_0.progress(),
+            "opened": bool(seen),
+            "version": max((status.version for status in seen), default=0),
+            "staleness": _mean([n for status in seen for n in status.staleness]),
+        }
+
+    def _keep_books(self) -> None:
+        try:
+            self._master.run()
+        except Exception as error:
+            self._master.log.error("the books cannot be kept", exc_info=error)
+            self._failures.append(error)
+        finally:
+            self._books_closed.set()  # also where a server is away that could tell rank 0
+
+    def _is_opened(self) -> bool:
+        """Waits for it; False: it came to nothing."""
+        while not self._master.opened.wait(REPORT_EVERY_S) and not self._books_closed.is_set():
+            continue
+        return not self._books_closed.is_set()
+
+    def _train(self) -> None:
+        try:
+            self._rank_0.run()
+        except StepError as error:
+            if self._context.stop.is_set() or self._folder.state.exists():
+                self._rank_0.worker.log.error("failed", exc_info=error)
+                return
+            self._failures.append(error)
+            self._context.stop.set()  # the books end with a checkpoint of what there is
+
+    def _look(self, statuses: Sequence[Status]) -> None:
+        self._seen = statuses
+        self._watch(statuses)
+
+
+class EvaluatorRole(Role):
+    def __init__(self, context: Context, index: int) -> None:
+        assert context.folder is not None and context.summaries is not None
+        job, records = context.job, context.records
+        self._evaluator = Evaluator(
+            job,
+            (context.model or job.make_model()).module,
+            context.folder,
+            events=records.events("evaluator"),
+            log=records.log("evaluator"),
+            clock=context.clock,
+            stop=context.stop,
+            scored=context.summaries.scored,
+            say=context.say or (lambda line: None),
+        )
+
+    def run(self) -> None:
+        self._evaluator.run()
+
+    def progress(self) -> Progress:
+        return {"score": self._evaluator.latest}
+
+
+_KINDS: dict[str, Callable[[Context, int], Role]] = {
+    "ps": ServerRole,
+    "worker": WorkerRole,
+    "master": MasterRole,
+    "evaluator": EvaluatorRole,
 }
 
 
-def _make_worker(
-    means: _Means,
-    rank: int,
-    incarnation: int,
-    events: EventLog,
-    stop: threading.Event,
-    summaries: StepSummaries | None = None,
-) -> Worker:
-    say = means.control.say if rank == 0 else None
-    return Worker(
-        means.job,
-        rank,
-        means.job.make_towers(rank, means.job.make_model()),
-        ClusterNetwork(means.folder),
-        events=events,
-        log=means.log,
-        clock=means.clock,
-        stop=stop,
-        incarnation=incarnation,
-        seeds_torch=True,
-        summaries=summaries,
-        say=say,
-    )
-
-
-def _progress(worker: Worker) -> dict[str, Any]:
-    stats = worker.stats
-    loss = stats.loss if math.isfinite(stats.loss) else None
-    return {
-        "ready": worker.has_joined,
-        "steps": stats.num_steps,
-        "examples": stats.num_examples,
-        "loss": loss,
-    }
-
-
-def _mean(values: Any) -> float | None:
+def _mean(values: Iterable[float]) -> float | None:
     found = list(values)
     return sum(found) / len(found) if found else None

@@ -1,0 +1,150 @@
+"""What a role is given: all that it knows of the world around it.
+
+Made by whoever starts the role: an engine, the process that an engine started (process.py), or a
+role that a person started by hand (bootstrap.py, remote.py). `run_role` (run.py) makes a server,
+worker, master or evaluator out of it, and cannot tell which of them it was.
+"""
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.events import EventLog, Sink
+from offbeat.flat import FlatModel
+from offbeat.hosts import Hosts
+from offbeat.job import Job
+from offbeat.roles.master import Patience
+from offbeat.roles.worker import CONNECT_TIMEOUT_S
+from offbeat.rundir import RunFolder, close_log
+from offbeat.summaries import Summaries
+from offbeat.transport.base import Listener, Network
+from offbeat.transport.terms import Terms
+
+Say = Callable[[str], None]
+"""Shows a person a line."""
+Progress = dict[str, Any]
+"""How far a role is: ready (has it begun?), and what else is known of it: a worker's steps,
+examples and loss; a server's staleness; the master's opened, version and staleness beside its own
+worker's; an evaluator's score. It is JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """How a role that was started by hand meets the others."""
+
+    hosts: Hosts
+    terms: Terms
+    start_timeout_s: float
+
+
+class Records(ABC):
+    """The logs and events of one role or of several. Whoever made them flushes them from time to
+    time, and closes them when all those roles have ended."""
+
+    def __init__(self) -> None:
+        self._events: list[EventLog] = []
+
+    @abstractmethod
+    def log(self, name: str) -> logging.Logger:
+        """The log of the role of this name; the same one every time."""
+
+    def events(self, name: str) -> EventLog:
+        made = self._make_events(name)
+        self._events.append(made)
+        return made
+
+    @abstractmethod
+    def _make_events(self, name: str) -> EventLog: ...
+
+    def flush(self) -> None:
+        for events in list(self._events):
+            events.flush()
+
+    def close(self) -> None:
+        for events in self._events:
+            events.close()
+
+
+class FolderRecords(Records):
+    """In a run's folder; `log` is that of all roles, where they share a process."""
+
+    def __init__(self, folder: RunFolder, log: logging.Logger | None = None) -> None:
+        super().__init__()
+        self._folder = folder
+        self._log = log
+        self._logs: dict[str, logging.Logger] = {}
+
+    def log(self, name: str) -> logging.Logger:
+        if self._log is not None:
+            return self._log
+        if name not in self._logs:
+            self._logs[name] = self._folder.open_log(name)
+        return self._logs[name]
+
+    def _make_events(self, name: str) -> EventLog:
+        return EventLog.create(self._folder.events, name)
+
+    def close(self) -> None:
+        super().close()
+        for log in self._logs.values():
+            close_log(log)
+
+
+class SentRecords(Records):
+    """Of a role without a folder: its log is a console, and its events go where `sink` takes them,
+    by the name of the file that they belong to."""
+
+    def __init__(self, log: logging.Logger, sink: Callable[[str], Sink]) -> None:
+        super().__init__()
+        self._log = log
+        self._sink = sink
+
+    def log(self, name: str) -> logging.Logger:
+        return self._log
+
+    def _make_events(self, name: str) -> EventLog:
+        return EventLog(self._sink(name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One role's. Every role needs the first four, and says below what else it takes."""
+
+    job: Job
+    records: Records
+    clock: Callable[[], float]
+    """Seconds since the run began; never goes back."""
+    stop: threading.Event
+    """Ends the role; a master's ends the run, with a checkpoint."""
+    say: Say | None = None
+    """None: nobody looks."""
+    report: Callable[[Callable[[], Progress]], None] = lambda progress: None
+    """Is given what tells how far the role is, before it runs."""
+    network: Network | None = None
+    """How the servers are reached; for all but them."""
+    folder: RunFolder | None = None
+    """For the master and the evaluator; None: it lies on another machine."""
+    generation: int = 0
+    """A server's epoch, a worker's incarnation."""
+    listener: Listener | None = None
+    """For a server; None: somebody else hands its connections over."""
+    stop_ends_run: bool = True
+    """For a server: whether a stop is the run's end, or workers are to look for it again."""
+    look: Callable[[], None] = lambda: None
+    """For a server: called several times a second; what it raises ends it."""
+    model: FlatModel | None = None
+    """The role's replica; None: it makes one, since torch's generator is its own."""
+    owns_process: bool = True
+    """Whether torch's generator and number of threads are this role's alone."""
+    summaries: Summaries | None = None
+    """For the master and the evaluator; they belong to whoever made them."""
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    """How long a server may take to come, or to come back."""
+    begins_at_once: bool = False
+    """For a master: rank 0 does not wait until the servers are open. They are this run's for sure,
+    and the other workers do not wait for the first checkpoint either."""
+    patience: Patience | None = None
+    """For a master whose workers nobody starts again."""

@@ -1,0 +1,111 @@
+"""A role as a process of its own: `run_process(config, role, index)`.
+
+Behind `offbeat role ps|master|worker|evaluator --index I --run-dir RUN`, which is what the engine
+`local` starts, one process each. All that a role needs to know stands in the run's folder. The
+process has a line to the engine that started it, which control.py describes.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from offbeat.cluster import Cluster, ClusterNetwork
+from offbeat.config import TrainConfig
+from offbeat.control import DATA_VARIABLE, Control
+from offbeat.data.batches import Source
+from offbeat.data.shared import open_shared
+from offbeat.job import Facts, Job, rejoin_job
+from offbeat.recipes.base import RecipeFile, load_recipe
+from offbeat.roles.context import Context, FolderRecords
+from offbeat.roles.run import run_role
+from offbeat.rundir import RunFolder, close_log, role_name
+from offbeat.summaries import Summaries
+from offbeat.transport.base import Listener
+from offbeat.transport.sockets import SocketListener
+
+PATIENCE_S = 3.0
+"""When the engine is gone servers and workers wait so long for the master, who commits a last
+checkpoint and tells them that the run is over."""
+
+
+def run_process(config: TrainConfig, role: str, index: int, control: Control | None = None) -> None:
+    """Be `role` number `index` of the run in `config.run_dir`, until it is over.
+
+    Raises what the role failed with; its log has the traceback.
+    """
+    assert config.run_dir is not None, "a role belongs to a run's folder"
+    folder = RunFolder(Path(config.run_dir))
+    name = role_name(role, index)
+    log = folder.open_log(name)
+    try:
+        job = _make_job(config, role, folder)
+        log.info("process %d is %s", os.getpid(), name)
+        if role != "master" or not folder.state.exists():  # or its predecessor died at the very end
+            _run(job, folder, role, index, log, control or Control(None))
+    except BaseException as error:
+        log.error("failed", exc_info=error)
+        raise
+    finally:
+        close_log(log)
+
+
+def _run(
+    job: Job, folder: RunFolder, role: str, index: int, log: logging.Logger, control: Control
+) -> None:
+    cluster = Cluster.read(folder)
+    records = FolderRecords(folder, log)
+    summaries = Summaries(job, folder, log, cluster.clock)
+    if role in ("ps", "worker"):
+        control.patience_s = PATIENCE_S
+    control.flush = records.flush
+    context = Context(
+        job=job,
+        records=records,
+        clock=cluster.clock,
+        stop=control.stop,
+        say=control.say if role != "worker" else None,
+        report=control.reports,
+        network=ClusterNetwork(folder),
+        folder=folder,
+        generation=_generation(cluster, role, index),
+        listener=_listen(cluster, job, index) if role == "ps" else None,
+        summaries=summaries,
+        begins_at_once=True,
+    )
+    try:
+        run_role(context, role, index)
+    finally:
+        summaries.close()
+        records.close()
+
+
+def _listen(cluster: Cluster, job: Job, index: int) -> Listener:
+    torch.set_num_threads(1)  # a server of many on this machine
+    return SocketListener(cluster.ps[index], job.layout(index))
+
+
+def _generation(cluster: Cluster, role: str, index: int) -> int:
+    if role == "evaluator":
+        return 0
+    return cluster.epochs[index] if role == "ps" else cluster.incarnations[index]
+
+
+def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
+    described = folder.read_json(folder.config)
+    recipe = load_recipe(config.recipe, RecipeFile.kept(described))
+    return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role))
+
+
+def _sources(role: str) -> dict[str, Source] | None:
+    """The data that the engine shares with its processes, if there is an engine; None for a server,
+    which has no use for it."""
+    descriptor = os.environ.pop(DATA_VARIABLE, None)
+    if role == "ps":
+        return None
+    if descriptor is None:
+        return {}
+    sources = open_shared(int(descriptor))
+    os.close(int(descriptor))
+    return sources
