@@ -34,7 +34,13 @@ from offbeat.progress import Display, MakeDisplay, make_display
 from offbeat.recipes.base import Recipe, RecipeFile, load_recipe, locate
 from offbeat.report.summary import summarise
 from offbeat.roles.context import Endpoint
-from offbeat.roles.evaluator import Evaluator, metric_name, score_line
+from offbeat.roles.evaluator import (
+    Evaluator,
+    FolderSource,
+    found_in,
+    metric_name,
+    score_line,
+)
 from offbeat.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.summaries import check_installed
 
@@ -154,22 +160,22 @@ def evaluate(
         line = score_line(job.recipe, metric)
         say(f"version {version}: {line}" if follow else line)
 
-    evaluator = Evaluator(
+    source = FolderSource(folder, 1, log=log, gives_up=True)
+    evaluator = Evaluator(  # no role of the run: nothing is recorded
         job,
         job.make_model().module,
-        folder,
-        log=log,
+        source,
         stop=threading.Event(),
         scored=scored,
-        every=1,
+        warn=log.warning,
     )
     threads_before = torch.get_num_threads()
     try:
         if follow:
-            evaluator.gives_up = True
+            torch.set_num_threads(1)
             evaluator.run()
         else:
-            evaluator.score(newest_checkpoint(folder.checkpoints))
+            evaluator.score(found_in(newest_checkpoint(folder.checkpoints)))
     finally:
         torch.set_num_threads(threads_before)
     return scores[-1] if scores else None

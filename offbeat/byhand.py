@@ -23,8 +23,8 @@ from offbeat.config import make_config, not_overruled
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.hosts import Hosts, is_loopback, split_address
 from offbeat.progress import say
+from offbeat.roles.bootstrap import Bootstrap
 from offbeat.roles.context import Endpoint
-from offbeat.roles.door import Door
 from offbeat.roles.remote import SMALL, WorkDone, run_evaluator, run_worker
 from offbeat.transport.sockets import SocketListener, connect_for_calls
 from offbeat.transport.terms import TOKEN_VARIABLE, Terms
@@ -57,9 +57,11 @@ def serve(endpoint: Endpoint, index: int, bind: str | None = None) -> bool:
         except ConnectionClosedError as error:
             raise ConfigError(str(error)) from error
         log.info("server %d listens at %s; waiting for the master", index, listener.address[4:])
-        door = Door(listener, index, log, start_timeout_s=endpoint.start_timeout_s, stop=stop)
-        door.run()
-        log.info("server %d leaves: %s", index, door.reason)
+        server = Bootstrap(
+            listener, index, log, start_timeout_s=endpoint.start_timeout_s, stop=stop
+        )
+        server.run()
+        log.info("server %d leaves: %s", index, server.reason)
         return stop.is_set()
 
 

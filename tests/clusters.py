@@ -13,8 +13,8 @@ from offbeat.api import Result, train_config
 from offbeat.config import make_config
 from offbeat.events import read_events
 from offbeat.hosts import Hosts
+from offbeat.roles.bootstrap import Bootstrap
 from offbeat.roles.context import Endpoint
-from offbeat.roles.door import Door
 from offbeat.roles.remote import SMALL, run_evaluator, run_worker
 from offbeat.transport.sockets import SocketListener
 from offbeat.transport.terms import OPEN, Terms
@@ -64,7 +64,7 @@ class Cluster:
             worker=tuple(f"nowhere:{n + 1}" for n in range(workers - 1)),
             master="nowhere:1",
         )
-        self.doors: dict[int, Door] = {}
+        self.bootstraps: dict[int, Bootstrap] = {}
         self.servers: list[Role] = []
         self.roles: list[Role] = []
 
@@ -88,14 +88,14 @@ class Cluster:
 
     def _serve(self, index: int, listener: SocketListener) -> Role:
         def body(role: Role) -> None:
-            self.doors[index] = Door(
+            self.bootstraps[index] = Bootstrap(
                 listener,
                 index,
                 collecting(role),
                 start_timeout_s=self.start_timeout_s,
                 stop=role.stop,
             )
-            self.doors[index].run()
+            self.bootstraps[index].run()
 
         return self._role(f"ps-{index}", body)
 
@@ -153,7 +153,7 @@ class Cluster:
 
     def servers_message(self, index: int = 0) -> dict[str, Any]:
         """What the master told a server."""
-        run = self.doors[index]._run
+        run = self.bootstraps[index]._run
         assert run is not None
         return dict(run.message)
 

@@ -20,9 +20,10 @@ from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError
 from offbeat.events import read_events
 from offbeat.flat import PROTOCOL
 from offbeat.job import disagreement, make_job
-from offbeat.roles import door, remote
-from offbeat.roles.door import Relay
+from offbeat.roles import bootstrap, remote
+from offbeat.roles import relay as relaying
 from offbeat.roles.master import Patience
+from offbeat.roles.relay import Relay
 from offbeat.transport.sockets import connect, connect_for_calls
 from offbeat.transport.terms import OPEN, Terms
 
@@ -33,7 +34,7 @@ T = 10.0
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FLUSH_EVERY_S", 0.02)
     monkeypatch.setattr(remote, "POLL_S", 0.02)
-    monkeypatch.setattr(door, "CONFIG_WAIT_S", 0.2)
+    monkeypatch.setattr(bootstrap, "CONFIG_WAIT_S", 0.2)
     monkeypatch.setattr(byhand, "CHECK_TIMEOUT_S", 1.0)
 
 
@@ -337,7 +338,7 @@ def test_a_recipe_that_differs_between_machines_is_named(
     with cluster(tmp_path, servers=1, workers=2) as made:
         made.start_servers()
         monkeypatch.setattr(
-            door, "load_recipe", lambda name: toy_recipe(model=lambda: torch.nn.Linear(6, 3))
+            bootstrap, "load_recipe", lambda name: toy_recipe(model=lambda: torch.nn.Linear(6, 3))
         )
         master = made.start_master()
         with pytest.raises(OffbeatError, match=r"not the master's: the model has 0.weight"):
@@ -458,8 +459,8 @@ def text(found: dict[str, torch.Tensor]) -> bytes:
 
 
 def test_events_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MOST_KEPT_BYTES", 30)
-    monkeypatch.setattr(door, "EVENT_BYTES", 12)
+    monkeypatch.setattr(relaying, "MOST_KEPT_BYTES", 30)
+    monkeypatch.setattr(relaying, "EVENT_BYTES", 12)
     relay = Relay()
     for number in range(4):
         relay.add("worker-1", f"line {number}\nand\n".encode())

@@ -29,12 +29,12 @@ from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossErro
 from offbeat.hosts import TF_VARIABLE, Hosts
 from offbeat.job import make_job
 from offbeat.ledger import Account
-from offbeat.roles import remote
+from offbeat.roles import evaluator, worker
+from offbeat.roles.bootstrap import Bootstrap
 from offbeat.roles.context import Endpoint
-from offbeat.roles.door import Door
-from offbeat.roles.evaluator import Evaluator
+from offbeat.roles.evaluator import Evaluator, FolderSource
 from offbeat.roles.master import Patience, Status
-from offbeat.roles.remote import SMALL, CallSink, _RemoteScorer
+from offbeat.roles.remote import SMALL, CallSink, ServersSource
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd
 from offbeat.transport.sockets import connect_for_calls
@@ -43,10 +43,10 @@ from offbeat.transport.terms import OPEN, TOKEN_VARIABLE, Terms, load_terms
 T = 10.0
 
 
-def configure(made: Cluster, epoch: int = 0, **options: Any) -> tuple[Door, dict[str, Any]]:
-    """The door of server 0, told of a run by nobody in particular, and what it was told."""
+def configure(made: Cluster, epoch: int = 0, **options: Any) -> tuple[Bootstrap, dict[str, Any]]:
+    """Server 0, told of a run by nobody in particular, and what it was told."""
     made.start_servers()
-    wait_until(lambda: 0 in made.doors, "it is there")
+    wait_until(lambda: 0 in made.bootstraps, "it is there")
     config = make_config({"workers": 2, "recipe": "toy:recipe", **options})
     job = make_job(config, toy_recipe(epochs=15), elastic=True)
     message = {
@@ -59,17 +59,17 @@ def configure(made: Cluster, epoch: int = 0, **options: Any) -> tuple[Door, dict
         "facts": dataclasses.asdict(job.facts),
         "agreement": job.agreement,
     }
-    door = made.doors[0]
-    door.answer(message, {})
-    return door, message
+    server = made.bootstraps[0]
+    server.answer(message, {})
+    return server, message
 
 
-def load(door: Door, settled: dict[int, tuple[int, int]]) -> None:
-    assert door._run is not None
-    job = door._run.job
+def load(server: Bootstrap, settled: dict[int, tuple[int, int]]) -> None:
+    assert server._run is not None
+    job = server._run.job
     accounts = {worker: Account(*at) for worker, at in settled.items()}
     state = dataclasses.replace(job.initial_state(0, job.make_model()), accounts=accounts)
-    door._run.server.load(state)
+    server._run.server.load(state)
 
 
 # -- events, on their way to the master ------------------------------------------------------------
@@ -119,10 +119,10 @@ def test_the_master_collects_until_there_is_no_more_and_takes_nothing_twice() ->
 
 def test_events_of_an_odd_name_are_neither_taken_nor_written(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=1) as made:
-        door, _ = configure(made)
+        server, _ = configure(made)
         ask = {"ask": "events", "name": "../../x", "source": "s", "before": 0}
         with pytest.raises(ConnectionClosedError, match="nobody here is called"):
-            door.answer(ask, {"lines": torch.zeros(1, dtype=torch.uint8)})
+            server.answer(ask, {"lines": torch.zeros(1, dtype=torch.uint8)})
     network = MasterNetwork.__new__(MasterNetwork)
     network._files, network._folder = {}, RunFolder(tmp_path)
     with pytest.raises(ConnectionClosedError, match="events of"):
@@ -156,38 +156,40 @@ def test_events_that_could_not_be_sent_are_sent_later(monkeypatch: pytest.Monkey
 
 def test_a_server_stays_until_the_master_lets_it_go(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=1) as made:
-        door, _ = configure(made)
+        server, _ = configure(made)
         with contextlib.closing(connect_for_calls(made.hosts.addresses[0], {}, SMALL, T)) as end:
             end.call({"ask": "finish", "reason": "the run is finished"}, {}, T)
-            wait_until(lambda: door._run is not None and door._run.server.stopping, "it is over")
+            wait_until(
+                lambda: server._run is not None and server._run.server.stopping, "it is over"
+            )
             status, _ = end.call({"ask": "status"}, {}, T)
             assert status["present"] == [] and made.servers[0].thread.is_alive()
             end.call({"ask": "release"}, {}, T)
         made.servers[0].wait()
-        assert door.reason == "the run is finished"
+        assert server.reason == "the run is finished"
 
 
 def test_a_server_stays_for_an_evaluator_until_it_leaves(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=1) as made:
-        door, _ = configure(made)
-        door.answer({"ask": "newest", "after": -1, "who": "e"}, {})
-        door.answer({"ask": "finish", "reason": "over"}, {})
-        door.answer({"ask": "newest", "after": -1, "who": "late"}, {})
-        door.answer({"ask": "release"}, {})
+        server, _ = configure(made)
+        server.answer({"ask": "newest", "after": -1, "who": "e"}, {})
+        server.answer({"ask": "finish", "reason": "over"}, {})
+        server.answer({"ask": "newest", "after": -1, "who": "late"}, {})
+        server.answer({"ask": "release"}, {})
         made.servers[0].thread.join(0.2)
         assert made.servers[0].thread.is_alive()
-        door.answer({"ask": "leave", "who": "e"}, {})
+        server.answer({"ask": "leave", "who": "e"}, {})
         made.servers[0].wait()
 
 
 def test_a_server_does_not_outlive_its_master_for_long(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=1) as made:
         made.start_timeout_s = 0.5
-        door, message = configure(made)
-        door.answer({"ask": "failed", "line": "nan"}, {})
+        server, message = configure(made)
+        server.answer({"ask": "failed", "line": "nan"}, {})
         own = {**message["config"], "keep": 7, "checkpoint_every": 3}
-        door.answer({**message, "life": "m", "config": own}, {})  # another master took over
-        assert door._failures == [], "those were told to the former one"
+        server.answer({**message, "life": "m", "config": own}, {})  # another master took over
+        assert server._failures == [], "those were told to the former one"
         with pytest.raises(ConnectionClosedError, match="nothing was heard of the master"):
             made.servers[0].wait()
 
@@ -196,13 +198,13 @@ def test_who_comes_back_or_joins_after_a_restart_is_somebody_new(tmp_path: Path)
     """A server that was started anew does not know who had joined before."""
     options = {"split": "shared", "discipline": "apply-reply"}
     with cluster(tmp_path, servers=1, workers=1) as made:
-        door, _ = configure(made, epoch=1, **options)
-        load(door, {1: (200_000, 5)})
-        first, again = (door.answer({"ask": "config", "rank": 1}, {})[0] for _ in range(2))
+        server, _ = configure(made, epoch=1, **options)
+        load(server, {1: (200_000, 5)})
+        first, again = (server.answer({"ask": "config", "rank": 1}, {})[0] for _ in range(2))
         assert 200_000 < first["incarnation"] < again["incarnation"]
-        other, _ = door.answer({"ask": "config", "rank": 0}, {})
+        other, _ = server.answer({"ask": "config", "rank": 0}, {})
         assert other["incarnation"] > 1 << 16, "above any that the life before gave"
-        joined = [door.answer({"ask": "config", "join": True}, {})[0]["rank"] for _ in range(2)]
+        joined = [server.answer({"ask": "config", "join": True}, {})[0]["rank"] for _ in range(2)]
         assert joined == [1002, 1003]
 
 
@@ -229,13 +231,13 @@ def test_a_worker_says_that_another_server_than_the_first_is_missing(tmp_path: P
     with cluster(tmp_path, servers=2, workers=2) as made:
         made._listeners[1].close()
         made.servers = [made._serve(0, made._listeners[0])]
-        wait_until(lambda: 0 in made.doors, "it is there")
+        wait_until(lambda: 0 in made.bootstraps, "it is there")
         made._listeners[1:] = []
         master = made.start_master()
-        wait_until(lambda: made.doors[0]._run is not None, "the run is known")
-        door = made.doors[0]
-        assert door._run is not None
-        load(door, {})
+        wait_until(lambda: made.bootstraps[0]._run is not None, "the run is known")
+        server = made.bootstraps[0]
+        assert server._run is not None
+        load(server, {})
         worker = made.start_worker(1)
         where = made.hosts.ps[1]
         wait_until(lambda: f"waiting for server 1 at {where}" in worker.lines, "it says so")
@@ -342,12 +344,12 @@ def test_a_loss_that_is_no_number_is_told_to_the_master(
         raise NonFiniteLossError("the loss became nan in worker 1")
 
     with cluster(tmp_path, servers=1, workers=2) as made:
-        door, _ = configure(made)
-        load(door, {})
-        monkeypatch.setattr(remote.Worker, "run", fail)
+        server, _ = configure(made)
+        load(server, {})
+        monkeypatch.setattr(worker.Worker, "run", fail)
         with pytest.raises(NonFiniteLossError):
             made.start_worker(1).wait()
-        assert len(door._failures) == 1 and "became nan" in door._failures[0]
+        assert len(server._failures) == 1 and "became nan" in server._failures[0]
 
 
 # -- the evaluator ---------------------------------------------------------------------------------
@@ -357,6 +359,14 @@ def part(version: int | None, over: bool = False) -> tuple[Any, Any]:
     if version is None:
         return {"over": over}, {}
     return {"over": over, "version": version}, {"values": torch.zeros(1)}
+
+
+def a_source(**options: Any) -> ServersSource:
+    """Of a cluster with two servers, who are reached by nothing."""
+    nothing: Any = None
+    return ServersSource(
+        toy_job(servers=2, **options), nothing, {}, stop=threading.Event(), timeout_s=T
+    )
 
 
 @pytest.mark.parametrize(
@@ -376,12 +386,9 @@ def test_which_checkpoint_an_evaluator_scores(
     discipline: str, first: Any, second: Any, version: int | None, is_last: bool
 ) -> None:
     answers = {0: list(first), 1: list(second)}
-    nothing: Any = None
-    scorer = _RemoteScorer(
-        toy_job(servers=2, discipline=discipline), nothing, nothing, nothing, nothing
-    )
-    scorer._call = lambda shard, message: answers[shard].pop(0)  # type: ignore[method-assign]
-    found, last = scorer._ask()
+    source = a_source(discipline=discipline)
+    source._call = lambda shard, message: answers[shard].pop(0)  # type: ignore[method-assign]
+    found, last = source._ask()
     assert (found and found[0], last) == (version, is_last)
 
 
@@ -397,12 +404,10 @@ def test_what_an_evaluator_is_given_is_the_moving_average(tmp_path: Path) -> Non
 
 
 def test_an_evaluator_passes_over_what_was_pruned(tmp_path: Path) -> None:
-    job, folder = toy_job(), RunFolder(tmp_path)
-    evaluator = Evaluator(
-        job, job.make_model().module, folder, log=logging.Logger("x"), stop=threading.Event()
-    )
-    evaluator._score(folder.checkpoints / "00000007")
-    assert evaluator.latest is None
+    folder = RunFolder(tmp_path)
+    (folder.checkpoints / "00000007").mkdir(parents=True)
+    look = FolderSource(folder, 1, log=logging.Logger("x")).look()
+    assert (look.found, look.is_last) == (None, False)
 
 
 # -- the master ------------------------------------------------------------------------------------
@@ -464,20 +469,35 @@ def test_a_server_never_shows_the_token(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"chmod 600 {file}" in shown and "no master came" in shown
 
 
-def test_an_evaluator_goes_back_to_what_it_skipped_if_told_to(tmp_path: Path) -> None:
+def test_an_evaluator_goes_back_to_what_it_skipped_if_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scored: list[int] = []
+    model = toy_job().make_model()
+
+    def load(path: Path) -> Any:
+        weights = model.module.state_dict()
+        return SimpleNamespace(version=int(path.name), state_dict=lambda ema: weights)
+
+    monkeypatch.setattr(evaluator, "load_checkpoint", load)
     for eval_skipped, expected in ((False, [30]), (True, [30, 10, 20])):
         job, folder = toy_job(eval_skipped=eval_skipped), RunFolder(tmp_path)
         for version in (0, 10, 20, 30):
             (folder.checkpoints / f"{version:08}").mkdir(parents=True, exist_ok=True)
         folder.write_state("finished", "00000030")
-        evaluator = Evaluator(
-            job, job.make_model().module, folder, log=logging.Logger("x"), stop=threading.Event()
-        )
+        source = FolderSource(folder, 5, log=logging.Logger("x"), has_skipped=eval_skipped)
         scored.clear()
-        evaluator._score = lambda path: scored.append(int(path.name))  # type: ignore[method-assign]
-        evaluator.run()
-        assert [v for i, v in enumerate(scored) if v not in scored[:i]] == expected
+        looking_on = Evaluator(
+            job,
+            model.module,
+            source,
+            stop=threading.Event(),
+            scored=lambda version, metric: scored.append(version),
+            warn=lambda line: None,
+        )
+        looking_on.run()
+        assert scored == expected
+        assert looking_on.latest is not None and looking_on.latest[0] == 30
 
 
 # -- what else went unnoticed when it was taken out ------------------------------------------------
@@ -583,15 +603,14 @@ def test_a_master_that_was_never_let_in_lets_nobody_go(tmp_path: Path) -> None:
 
 def test_an_evaluator_leaves_every_server() -> None:
     asked: list[tuple[int, str]] = []
-    nothing: Any = None
-    scorer = _RemoteScorer(toy_job(servers=2), nothing, nothing, nothing, nothing)
+    source = a_source()
 
     def call(shard: int, message: Any) -> tuple[Any, Any]:
         asked.append((shard, message["ask"]))
         raise ConnectionClosedError("gone already")
 
-    scorer._call = call  # type: ignore[method-assign]
-    scorer.leave()
+    source._call = call  # type: ignore[method-assign]
+    source.leave()
     assert asked == [(0, "leave"), (1, "leave")]
 
 

@@ -24,9 +24,9 @@ from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.progress import Display, Status
 from offbeat.roles.context import Context, Endpoint
-from offbeat.roles.door import SOURCES
 from offbeat.roles.evaluator import metric_name
 from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
+from offbeat.roles.relay import SOURCES
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Layout, Message
 from offbeat.transport.sockets import SocketNetwork

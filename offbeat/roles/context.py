@@ -16,8 +16,9 @@ from offbeat.events import EventLog, Sink
 from offbeat.flat import FlatModel
 from offbeat.hosts import Hosts
 from offbeat.job import Job
+from offbeat.roles.evaluator import CheckpointSource
 from offbeat.roles.master import Patience
-from offbeat.roles.worker import CONNECT_TIMEOUT_S
+from offbeat.roles.exchange import CONNECT_TIMEOUT_S
 from offbeat.rundir import RunFolder, close_log
 from offbeat.summaries import Summaries
 from offbeat.transport.base import Listener, Network
@@ -124,9 +125,11 @@ class Context:
     report: Callable[[Callable[[], Progress]], None] = lambda progress: None
     """Is given what tells how far the role is, before it runs."""
     network: Network | None = None
-    """How the servers are reached; for all but them."""
+    """How the servers are reached; for workers and the master."""
     folder: RunFolder | None = None
     """For the master and the evaluator; None: it lies on another machine."""
+    source: CheckpointSource | None = None
+    """Where an evaluator finds checkpoints; None: in the folder."""
     generation: int = 0
     """A server's epoch, a worker's incarnation."""
     listener: Listener | None = None

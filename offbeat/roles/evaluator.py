@@ -1,15 +1,18 @@
 """The evaluator: scores the newest checkpoint on the test data, never trains, never blocks anybody.
 
-It watches the run's folder like any outsider. When training is quicker than scoring it skips to the
-newest; the last one, which the master names in state.json, it always scores. With --eval-skipped it
-then goes back to those that it skipped, as far as they were kept.
+It finds checkpoints in a source: the run's folder, where it looks like any outsider, or the servers
+of a cluster (remote.py). When training is quicker than scoring it skips to the newest; the last one
+it always scores. With --eval-skipped it then goes back to those that it skipped, as far as they
+were kept.
 """
 
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,61 +32,85 @@ BATCH_SIZE = 500
 POLL_S = 0.2
 
 
-class Evaluator:
-    """Owns a model replica; `run` returns when the last checkpoint is scored, or at `stop`."""
+@dataclass(frozen=True)
+class Found:
+    """What a checkpoint has to score: its moving average, where it has one."""
+
+    version: int
+    state: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a source has at the moment: something new, if there is any; and whether there will be no
+    other."""
+
+    found: Found | None
+    is_last: bool
+
+
+class CheckpointSource(ABC):
+    """Where an evaluator finds what to score. One thread uses it."""
+
+    pause_s: float
+    """Between two looks."""
+
+    @abstractmethod
+    def look(self) -> Look:
+        """The newest checkpoint, if it is due and was not found before; the last one is always
+        due."""
+
+    def skipped(self) -> Iterator[Found]:
+        """Those that were not found in time, after the last."""
+        return iter(())
+
+    def leave(self) -> None:
+        """Nothing more is looked for here."""
+        return
+
+
+class FolderSource(CheckpointSource):
+    """A run's folder; the master names its last checkpoint in state.json. `every`: so many updates
+    from one checkpoint that is due to the next."""
 
     def __init__(
         self,
-        job: Job,
-        module: nn.Module,
         folder: RunFolder,
+        every: int | None,
         *,
         log: logging.Logger,
-        stop: threading.Event,
-        events: EventLog | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        scored: Callable[[int, float], None] = lambda version, metric: None,
-        every: int | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        has_skipped: bool = False,
+        gives_up: bool = False,
     ) -> None:
-        """`events`: where scores are written down, on the run's `clock`; None: nowhere. `every`: so
-        many updates, instead of the run's own `eval_every`. `say` shows the user a warning."""
-        self.job = job
-        self.log = log
-        self.gives_up = False
-        """Leaves when nobody is at work on the run, although it is not over."""
-        self.latest: tuple[int, float] | None = None
-        """The version that was scored last, and what it scored."""
-        self._device = find_devices(job.config.devices or job.config.device, 0)[0]
-        self._module = module.to(self._device)
+        """`has_skipped`: skipped checkpoints of a run that has finished are wanted too. `gives_up`:
+        there is no other where nobody is at work on the run, although it is not over."""
+        self.pause_s = POLL_S
         self._folder = folder
-        self._events = events
-        self._clock = clock
-        self._stop = stop
-        self._scored = scored
-        self._say = say
-        self._every = job.config.eval_every if every is None else every
+        self._every = every
+        self._log = log
+        self._has_skipped = has_skipped
+        self._gives_up = gives_up
+        self._newest = 0
+        """The version that was found last."""
         self._seen: set[Path] = set()
         """The checkpoints that were looked at."""
 
-    def run(self) -> None:
-        torch.set_num_threads(1)
-        while not self._stop.is_set():
-            idle = self.gives_up and not self._folder.is_locked()
-            outcome = self._outcome()  # before the look at the folder: the last one is there then
-            kept = list_checkpoints(self._folder.checkpoints)
-            newest = next(reversed(kept), None)
-            if (
-                newest is not None
-                and newest not in self._seen
-                and (outcome or self._is_due(newest))
-            ):
-                self._score(newest)
-            if outcome == "finished" and self.job.config.eval_skipped:
-                self._score_skipped(kept)
-            if outcome is not None or idle:
-                return
-            self._stop.wait(POLL_S)
+    def look(self) -> Look:
+        is_idle = self._gives_up and not self._folder.is_locked()
+        outcome = self._outcome()  # before the look at the folder: the last one is there then
+        newest = next(reversed(list_checkpoints(self._folder.checkpoints)), None)
+        found = None
+        if newest is not None and newest not in self._seen and (outcome or self._is_due(newest)):
+            found = self._load(newest)
+        self._newest = found.version if found else self._newest
+        return Look(found, outcome is not None or is_idle)
+
+    def skipped(self) -> Iterator[Found]:
+        if not self._has_skipped or self._outcome() != "finished":
+            return
+        for path in list_checkpoints(self._folder.checkpoints):
+            if path not in self._seen and int(path.name) and (found := self._load(path)):
+                yield found
 
     def _outcome(self) -> str | None:
         """What the run came to, once there will be no other checkpoint."""
@@ -92,50 +119,89 @@ class Evaluator:
         return str(self._folder.read_json(self._folder.state)["outcome"])
 
     def _is_due(self, path: Path) -> bool:
-        """Whether a multiple of `eval_every` was passed since the last score."""
-        version, every = int(path.name), self._every
-        before = self.latest[0] if self.latest else 0
-        return bool(every) and version // (every or 1) > before // (every or 1)
+        """Whether a multiple of `every` was passed since the last one that was found."""
+        every = self._every
+        return bool(every) and int(path.name) // (every or 1) > self._newest // (every or 1)
 
-    def _score_skipped(self, kept: list[Path]) -> None:
-        latest = self.latest
-        for path in kept:
-            if path not in self._seen and int(path.name) and not self._stop.is_set():
-                self._score(path)
-        self.latest = latest  # what a person is shown is the last one's
-
-    def _score(self, path: Path) -> None:
+    def _load(self, path: Path) -> Found | None:
         self._seen.add(path)
         try:
-            checkpoint = load_checkpoint(path)
+            return found_in(load_checkpoint(path))
         except CheckpointError as error:  # pruned while we looked the other way
-            self.log.warning("%s", error)
-            return
-        self.score(checkpoint)
+            self._log.warning("%s", error)
+            return None
 
-    def score(self, checkpoint: Checkpoint) -> None:
+
+def found_in(checkpoint: Checkpoint) -> Found:
+    return Found(checkpoint.version, checkpoint.state_dict(ema=True))
+
+
+class Evaluator:
+    """Owns a model replica; `run` returns when the last checkpoint is scored, or at `stop`."""
+
+    def __init__(
+        self,
+        job: Job,
+        module: nn.Module,
+        source: CheckpointSource,
+        *,
+        stop: threading.Event,
+        scored: Callable[[int, float], None],
+        warn: Callable[[str], None],
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`scored` is told each version and its metric, `warn` what is odd about one. `events`:
+        where scores are written down, on the run's `clock`; None: nowhere."""
+        self.job = job
+        self.latest: tuple[int, float] | None = None
+        """The version that was scored last, and what it scored."""
+        self._device = find_devices(job.config.devices or job.config.device, 0)[0]
+        self._module = module.to(self._device)
+        self._source = source
+        self._events = events
+        self._clock = clock
+        self._stop = stop
+        self._scored = scored
+        self._warn = warn
+
+    def run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                look = self._source.look()
+                if look.found is not None:
+                    self.score(look.found)
+                if look.is_last:
+                    self._score_skipped()
+                    return
+                self._stop.wait(self._source.pause_s)
+        finally:
+            self._source.leave()
+
+    def _score_skipped(self) -> None:
+        latest = self.latest
+        for found in self._source.skipped():
+            if self._stop.is_set():
+                break
+            self.score(found)
+        self.latest = latest  # what a person is shown is the last one's
+
+    def score(self, found: Found) -> None:
         assert self.job.test is not None
-        load_state(self._module, checkpoint.state_dict(ema=True))
-        metric, count = evaluate(self._module, self.job.recipe, self.job.test, self._device)
-        self.latest = (checkpoint.version, metric)
-        self.log.info(
-            "version %d: %s %.4f", checkpoint.version, metric_name(self.job.recipe), metric
-        )
-        if warning := warning_of(self.job.recipe, checkpoint.version, metric):
-            self.log.warning(warning)
-            self._say(f"warning: {warning}")
+        version, recipe = found.version, self.job.recipe
+        load_state(self._module, found.state)
+        metric, count = evaluate(self._module, recipe, self.job.test, self._device)
+        self.latest = (version, metric)
         if self._events is not None:
             self._events.record(
-                "score",
-                version=checkpoint.version,
-                metric=metric,
-                count=count,
-                at_s=self._clock(),
+                "score", version=version, metric=metric, count=count, at_s=self._clock()
             )
-        self._scored(checkpoint.version, metric)
+        self._scored(version, metric)
+        if warning := warning_of(recipe, version, metric):
+            self._warn(warning)
 
 
-def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load all that checkpoints keep; a module's own extra state, which is no tensor, is not
     kept."""
     own_names = {plain_name(name): name for name in module.state_dict()}

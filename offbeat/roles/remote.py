@@ -11,6 +11,7 @@ master. What they have to tell goes the same way to the run's folder.
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import threading
@@ -21,19 +22,18 @@ from typing import Any
 
 import torch
 
-from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, in_a_line
-from offbeat.events import EventLog
-from offbeat.job import Job
-from offbeat.roles.door import job_from
-from offbeat.roles.evaluator import (
-    evaluate,
-    load_state,
-    metric_name,
-    score_line,
-    warning_of,
+from offbeat.errors import (
+    ConfigError,
+    ConnectionClosedError,
+    NonFiniteLossError,
+    StepError,
+    in_a_line,
 )
-from offbeat.roles.worker import Worker
-from offbeat.towers import find_devices
+from offbeat.job import Job
+from offbeat.roles.bootstrap import job_from
+from offbeat.roles.context import Context, Say, SentRecords
+from offbeat.roles.evaluator import CheckpointSource, Found, Look, evaluate, metric_name
+from offbeat.roles.run import make_role, run_role
 from offbeat.transport.base import CallEnd, Layout, Message, keep_trying
 from offbeat.transport.sockets import EVENT_BYTES, SocketNetwork
 from offbeat.transport.terms import Terms
@@ -44,8 +44,6 @@ POLL_S = 0.5
 MOST_KEPT_BYTES = 1 << 26
 """Of events, while server 0 is away."""
 SMALL = Layout(num_elements=0, num_tensors=0)
-
-Say = Callable[[str], None]
 
 
 class CallSink:
@@ -152,46 +150,50 @@ def run_worker(
     rank, incarnation = int(told["rank"]), int(told["incarnation"])
     job, network, clock = _enter(network, told, local)
     say(f"worker {rank} of {job.config.recipe}, {job.config.discipline}")
-    sink = CallSink(network, f"worker-{rank}")
-    events = EventLog(sink)
-    worker = Worker(
-        job,
-        rank,
-        job.make_towers(rank, job.make_model()),
-        network,
-        events=events,
-        log=log,
+    model = job.make_model()
+    records = SentRecords(log, lambda name: CallSink(network, name))
+    context = Context(
+        job=job,
+        records=records,
         clock=clock,
         stop=stop,
-        incarnation=incarnation,
-        seeds_torch=True,
         say=show,
+        network=network,
+        generation=incarnation,
+        model=model,
         connect_timeout_s=start_timeout_s,
     )
-    with _Flushing(events):
+    role = make_role(context, "worker", rank)
+    failure: BaseException | None = None
+    with _Flushing(records):
         try:
-            worker.run()
-        except NonFiniteLossError as error:
-            with contextlib.suppress(ConnectionClosedError):  # then the run has other troubles
-                _tell_of_failure(network, in_a_line(error))
-            raise
-        except ConnectionClosedError as error:
-            if error.refused or error.over or stop.is_set():
-                raise
-            raise ConnectionClosedError(
-                f"{error}; that was all within {start_timeout_s:g} s (--start-timeout)"
-            ) from error
-    say(f"worker {rank} is through after {worker.stats.num_steps} steps")
+            role.run()
+        except StepError as error:  # whoever started it by hand has its step before his eyes
+            failure = error.__cause__
+            if isinstance(failure, NonFiniteLossError):
+                _tell_of_failure(network, in_a_line(failure))
+    if failure is not None:
+        raise failure if stop.is_set() else _with_patience(failure, start_timeout_s)
+    done = role.progress()
+    say(f"worker {rank} is through after {done['steps']} steps")
     metric = None
     if scores and job.test is not None:
-        module, device = worker.towers.model.module, worker.towers.first_device
-        metric, _ = evaluate(module, job.recipe, job.test, device)
+        metric, _ = evaluate(model.module, job.recipe, job.test, job.devices(rank)[0])
     return WorkDone(
-        num_steps=worker.stats.num_steps,
-        loss=worker.stats.loss,
+        num_steps=done["steps"],
+        loss=math.nan if done["loss"] is None else done["loss"],
         time_s=clock(),
         metric_name=metric_name(job.recipe),
         metric=metric,
+    )
+
+
+def _with_patience(error: BaseException, start_timeout_s: float) -> BaseException:
+    """The same, and how long a server was waited for, where that is the reason."""
+    if not isinstance(error, ConnectionClosedError) or error.refused or error.over:
+        return error
+    return ConnectionClosedError(
+        f"{error}; that was all within {start_timeout_s:g} s (--start-timeout)"
     )
 
 
@@ -213,65 +215,50 @@ def run_evaluator(
     if job.test is None:
         say("the recipe has no test data: there is nothing to score")
         return
-    events = EventLog(CallSink(network, "evaluator-0"))
-    scorer = _RemoteScorer(job, network, events, clock, say)
-    with _Flushing(events):
-        try:
-            while not keep_trying(scorer.score_newest, start_timeout_s, stop):
-                if stop.wait(POLL_S):
-                    break
-        finally:
-            scorer.leave()
+    model = job.make_model()
+    records = SentRecords(log, lambda name: CallSink(network, "evaluator-0"))
+    source = ServersSource(job, network, model.frozen(), stop=stop, timeout_s=start_timeout_s)
+    context = Context(
+        job=job, records=records, clock=clock, stop=stop, say=say, model=model, source=source
+    )
+    with _Flushing(records):
+        run_role(context, "evaluator", 0)
 
 
-class _RemoteScorer:
+class ServersSource(CheckpointSource):
+    """The newest checkpoint as the servers have it, each its part."""
+
     def __init__(
         self,
         job: Job,
         network: SocketNetwork,
-        events: EventLog,
-        clock: Callable[[], float],
-        say: Say,
+        frozen: dict[str, torch.Tensor],
+        *,
+        stop: threading.Event,
+        timeout_s: float,
     ) -> None:
+        """`frozen`: what does not train, which no server has. Servers that are away are looked for
+        until `timeout_s` have passed."""
+        self.pause_s = POLL_S
         self.job = job
         self._network = network
-        self._events = events
-        self._clock = clock
-        self._say = say
-        self._model = job.make_model()
-        self._frozen = self._model.frozen()
-        self._device = find_devices(job.config.devices or job.config.device, 0)[0]
+        self._frozen = frozen
+        self._stop = stop
+        self._timeout_s = timeout_s
         self._name = secrets.token_hex(8)
         self._may_differ = not job.config.chosen.kind.exact
-        self._scored = -1
+        self._newest = -1
+        """The version that was found last."""
 
-    def score_newest(self) -> bool:
-        """Score what the servers have, if it is new; returns whether that was the last."""
-        parts, is_last = self._ask()
+    def look(self) -> Look:
+        parts, is_last = keep_trying(self._ask, self._timeout_s, self._stop)
         if parts is None:
-            return is_last
-        version, values, buffers = parts
-        module = self._model.module
+            return Look(None, is_last)
+        self._newest, values, buffers = parts
         empty = torch.zeros(0)
-        state = self.job.manifest.state_dict(
-            values,
-            buffers.get("floats", empty),
-            buffers.get("ints", empty.long()),
-            self._frozen,
-        )
-        load_state(module, state)
-        module.to(self._device)
-        assert self.job.test is not None
-        metric, count = evaluate(module, self.job.recipe, self.job.test, self._device)
-        self._scored = version
-        self._events.record(
-            "score", version=version, metric=metric, count=count, at_s=self._clock()
-        )
-        self._events.flush()
-        self._say(f"version {version}: {score_line(self.job.recipe, metric)}")
-        if warning := warning_of(self.job.recipe, version, metric):
-            self._say(f"warning: {warning}")
-        return is_last
+        floats, ints = buffers.get("floats", empty), buffers.get("ints", empty.long())
+        state = self.job.manifest.state_dict(values, floats, ints, self._frozen)
+        return Look(Found(self._newest, state), is_last)
 
     def _last(self) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]] | None:
         """The last checkpoint, whatever its shards' versions are: where a server was started anew
@@ -304,7 +291,7 @@ class _RemoteScorer:
         found, over = [], False
         for shard in range(len(self.job.slices)):
             message, tensors = self._call(
-                shard, {"ask": "newest", "after": self._scored, "who": self._name}
+                shard, {"ask": "newest", "after": self._newest, "who": self._name}
             )
             over = over or bool(message["over"])  # then all of them have the last one
             found.append((message.get("version"), tensors))
@@ -321,8 +308,8 @@ class _RemoteScorer:
 class _Flushing:
     """Events are sent on from time to time, and in the end."""
 
-    def __init__(self, events: EventLog) -> None:
-        self._events = events
+    def __init__(self, records: SentRecords) -> None:
+        self._records = records
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
@@ -332,11 +319,11 @@ class _Flushing:
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
-        self._events.close()
+        self._records.close()
 
     def _run(self) -> None:
         while not self._done.wait(FLUSH_EVERY_S):
-            self._events.flush()
+            self._records.flush()
 
 
 def _enter(
@@ -359,8 +346,9 @@ def _enter(
 
 
 def _tell_of_failure(network: SocketNetwork, line: str) -> None:
-    end = network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
-    try:
-        end.call({"ask": "failed", "line": line}, {}, CALL_TIMEOUT_S)
-    finally:
-        end.close()
+    with contextlib.suppress(ConnectionClosedError):  # then the run has other troubles
+        end = network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
+        try:
+            end.call({"ask": "failed", "line": line}, {}, CALL_TIMEOUT_S)
+        finally:
+            end.close()

@@ -10,10 +10,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from offbeat.control import REPORT_EVERY_S
 from offbeat.errors import StepError
 from offbeat.roles.context import Context, Progress
-from offbeat.roles.evaluator import Evaluator
+from offbeat.roles.evaluator import Evaluator, FolderSource, metric_name, score_line
 from offbeat.roles.master import Master, Status
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
@@ -206,26 +208,53 @@ class MasterRole(Role):
 
 
 class EvaluatorRole(Role):
+    """Without a folder it is on a machine of its own, and its console is what the user sees."""
+
     def __init__(self, context: Context, index: int) -> None:
-        assert context.folder is not None and context.summaries is not None
         job, records = context.job, context.records
+        self._context = context
+        self._log = records.log("evaluator")
         self._evaluator = Evaluator(
             job,
             (context.model or job.make_model()).module,
-            context.folder,
+            context.source or self._look_into_folder(),
             events=records.events("evaluator"),
-            log=records.log("evaluator"),
             clock=context.clock,
             stop=context.stop,
-            scored=context.summaries.scored,
-            say=context.say or (lambda line: None),
+            scored=self._scored,
+            warn=self._warn,
         )
 
     def run(self) -> None:
+        if self._context.folder is not None:
+            torch.set_num_threads(1)
         self._evaluator.run()
 
     def progress(self) -> Progress:
         return {"score": self._evaluator.latest}
+
+    def _look_into_folder(self) -> FolderSource:
+        config, folder = self._context.job.config, self._context.folder
+        assert folder is not None
+        return FolderSource(
+            folder, config.eval_every, log=self._log, has_skipped=config.eval_skipped
+        )
+
+    def _scored(self, version: int, metric: float) -> None:
+        context, recipe = self._context, self._context.job.recipe
+        if context.folder is not None:
+            self._log.info("version %d: %s %.4f", version, metric_name(recipe), metric)
+        elif context.say is not None:
+            context.say(f"version {version}: {score_line(recipe, metric)}")
+            context.records.flush()  # the servers may be about to leave
+        if context.summaries is not None:
+            context.summaries.scored(version, metric)
+
+    def _warn(self, line: str) -> None:
+        if self._context.folder is not None:
+            self._log.warning(line)
+        if self._context.say is not None:
+            self._context.say(f"warning: {line}")
 
 
 _KINDS: dict[str, Callable[[Context, int], Role]] = {

@@ -2,8 +2,8 @@
 
     python -m offbeat role ps --index 0 --cluster cluster.toml
 
-The master comes with the run's configuration (`configure`); from then on there is a Server behind
-the door, and connections go to it. What else is asked here:
+The master comes with the run's configuration (`configure`); from then on there is a Server here,
+and connections go to it. What else is asked:
 
     about      by anybody: which version, which run, who is here
     config     by a worker or evaluator: the run's configuration, and who it is in it
@@ -15,8 +15,6 @@ the door, and connections go to it. What else is asked here:
 """
 
 import logging
-import re
-import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -28,19 +26,17 @@ from torch import Tensor
 
 from offbeat.config import TrainConfig, make_config
 from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError, in_a_line
-from offbeat.events import EventLog
 from offbeat.job import Facts, Job, disagreement, rejoin_job
 from offbeat.recipes.base import load_recipe
 from offbeat.roles.acceptor import Acceptor
+from offbeat.roles.context import Context, SentRecords
+from offbeat.roles.relay import SOURCES, Relay, RelaySink
+from offbeat.roles.run import ServerRole
 from offbeat.roles.server import POLL_S, Server
 from offbeat.transport.base import Message
-from offbeat.transport.sockets import EVENT_BYTES, SocketListener, SocketServerEnd
+from offbeat.transport.sockets import SocketListener, SocketServerEnd
 from offbeat.version import __version__
 
-MOST_KEPT_BYTES = 1 << 26
-"""While the master is away; what comes beyond it is lost, and counted."""
-SOURCES = re.compile(r"(ps|worker|evaluator)-\d{1,9}")
-"""Whose events there may be."""
 MASTERS_OWN = ("threads", "data_dir", "keep", "checkpoint_every", "eval_every", "summary_every")
 """Options that a master which takes another one's place may have changed."""
 RELEASE_TIMEOUT_S = 10.0
@@ -50,79 +46,6 @@ CONFIG_WAIT_S = 5.0
 """How long somebody who asks for the configuration waits for it before asking again."""
 
 
-class Relay:
-    """Lines of events on their way to the master, by the name of the file that they belong to.
-
-    None is lost and none comes twice, whatever connection breaks: who sends lines says how many
-    bytes it had sent before, and what the master is given is kept until it says that it has it.
-    """
-
-    def __init__(self) -> None:
-        self.num_lost = 0
-        """Bytes that found no room."""
-        self._lock = threading.Lock()
-        self._kept: dict[str, bytearray] = {}
-        self._come: dict[tuple[str, str], int] = {}
-        """How many bytes came from each source."""
-        self._name = secrets.token_hex(8)
-        self._number = 0
-        self._under_way: dict[str, Tensor] = {}
-
-    def add(self, name: str, lines: bytes, source: str = "", before: int | None = None) -> None:
-        """`source` sent `before` bytes before these; what was here already is left out."""
-        with self._lock:
-            come = self._come.get((name, source), 0)
-            num_bytes = len(lines) + (come if before is None else 0)
-            if before is not None:
-                lines = lines[max(0, come - before) :]
-            self._come[name, source] = max(come, (before or 0) + num_bytes)
-            if sum(map(len, self._kept.values())) + len(lines) > MOST_KEPT_BYTES:
-                self.num_lost += len(lines)
-            elif lines:
-                self._kept.setdefault(name, bytearray()).extend(lines)
-
-    def take(self, got: Any = None) -> tuple[Message, dict[str, Tensor]]:
-        """What is there, or as much of it as a call can carry, in whole lines; `got`: what the
-        master says that it has, as the last answer's message put it."""
-        with self._lock:
-            if not self._under_way or got == [self._name, self._number]:
-                self._under_way = self._cut()
-                self._number += 1
-            return {"relay": [self._name, self._number]}, dict(self._under_way)
-
-    def _cut(self) -> dict[str, Tensor]:
-        taken: dict[str, Tensor] = {}
-        room = EVENT_BYTES
-        for name in list(self._kept):
-            lines = self._kept[name]
-            cut = len(lines) if len(lines) <= room else lines.rfind(b"\n", 0, room) + 1
-            if cut:
-                taken[f"events/{name}"] = torch.frombuffer(lines[:cut], dtype=torch.uint8)
-                room -= cut
-                if cut == len(lines):
-                    del self._kept[name]
-                else:
-                    self._kept[name] = lines[cut:]
-        return taken
-
-
-class RelaySink:
-    """A sink of events that ends in a relay of this process."""
-
-    def __init__(self, relay: Relay, name: str) -> None:
-        self._relay = relay
-        self._name = name
-
-    def write(self, text: str) -> None:
-        self._relay.add(self._name, text.encode())
-
-    def flush(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What the master told this server."""
@@ -130,14 +53,18 @@ class Run:
     message: Message
     """As it came."""
     job: Job
-    server: Server
-    events: EventLog
+    role: ServerRole
+    records: SentRecords
     began_s: float
     given: dict[int, int] = field(default_factory=dict)
     """The newest incarnation of each worker."""
 
+    @property
+    def server(self) -> Server:
+        return self.role.server
 
-class Door:
+
+class Bootstrap:
     """`run` returns when the run is over. `stop` ends it early."""
 
     def __init__(
@@ -189,23 +116,23 @@ class Door:
                         f"no master came within {self._start_timeout_s:g} s (--start-timeout)"
                     )
             assert self._run is not None
-            server = self._run.server
-            while not server.over.wait(POLL_S):
-                self._run.events.flush()
-                if self._stop.is_set():
-                    return  # the workers look for this server again: it may be started anew
-                away_s = time.monotonic() - self._master_heard_s
-                if away_s > self._start_timeout_s:
-                    raise ConnectionClosedError(
-                        f"nothing was heard of the master for {away_s:.0f} s (--start-timeout)"
-                    )
-            if server.failure is not None:
-                raise server.failure
-            server.close()  # the workers are told
+            self._run.role.run()
+            if not self._run.server.over.is_set():
+                return  # the workers look for this server again: it may be started anew
             self._released.wait(RELEASE_TIMEOUT_S)
             self._linger()
         finally:
             self._close()
+
+    def _look(self) -> None:
+        """Called as long as the run goes on."""
+        if self._run is not None:
+            self._run.records.flush()
+        away_s = time.monotonic() - self._master_heard_s
+        if away_s > self._start_timeout_s:
+            raise ConnectionClosedError(
+                f"nothing was heard of the master for {away_s:.0f} s (--start-timeout)"
+            )
 
     def _linger(self) -> None:
         """Stay for the evaluators that were here: they may still be busy with another checkpoint,
@@ -221,7 +148,7 @@ class Door:
         self._acceptor.close()
         if self._run is not None:
             self._run.server.close(over=self._run.server.over.is_set())
-            self._run.events.close()
+            self._run.records.close()
         self._acceptor.join()
 
     # -- connections ---------------------------------------------------------------------------
@@ -297,7 +224,7 @@ class Door:
                 self._evaluators.add(who)
         if message["ask"] in ("status", "finish"):  # the master's: along go the events
             self._master_heard_s = time.monotonic()
-            self._run.events.flush()
+            self._run.records.flush()
             number, lines = self._relay.take(message.get("got"))
             return {**answered, **number, "failures": self._failures}, lines
         return answered, more
@@ -363,22 +290,19 @@ class Door:
             raise ConnectionClosedError(
                 f"server {self.index} cannot serve the run: {in_a_line(error)}", refused=True
             ) from error
-        events = EventLog(RelaySink(self._relay, f"ps-{self.index}"))
-        server = Server(
-            job.make_shard(self.index),
-            job.make_discipline(),
-            None,
-            index=self.index,
-            agreement=job.agreement,
-            events=events,
-            log=self.log,
+        records = SentRecords(self.log, lambda name: RelaySink(self._relay, name))
+        context = Context(
+            job=job,
+            records=records,
             clock=lambda: time.monotonic() - began_s,
-            epoch=epoch,
-            worker_timeout_s=job.config.worker_timeout,
-            budget=job.budget,
+            stop=self._stop,
+            generation=epoch,
+            stop_ends_run=False,
+            look=self._look,
         )
+        role = ServerRole(context, self.index)
         self.log.info("serving %s, %s", job.config.recipe, job.config.discipline)
-        return Run(message=message, job=job, server=server, events=events, began_s=began_s)
+        return Run(message=message, job=job, role=role, records=records, began_s=began_s)
 
     def _config(self, message: Message) -> Message:
         """For a worker: the configuration, its rank and its incarnation; {} means: ask again."""
