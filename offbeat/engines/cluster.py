@@ -99,8 +99,7 @@ class ClusterEngine(ThreadEngine):
     def status(self) -> Status:
         """Most workers are elsewhere: what they did is known by the servers' versions."""
         master = self._master.progress()
-        per_update = self.job.config.workers if self.job.config.discipline == "sync" else 1
-        num_gradients = per_update * master["version"]
+        num_gradients = master["version"] * self.job.make_discipline().gradients_per_update
         return Status(
             num_gradients=num_gradients,
             num_examples=num_gradients * self.job.step_size,

@@ -17,8 +17,8 @@ from offbeat.flat import FlatModel
 from offbeat.hosts import Hosts
 from offbeat.job import Job
 from offbeat.roles.evaluator import CheckpointSource
-from offbeat.roles.master import Patience
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S
+from offbeat.roles.master import Patience
 from offbeat.rundir import RunFolder, close_log
 from offbeat.summaries import Summaries
 from offbeat.transport.base import Listener, Network
