@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ from offbeat.transport.wire import (
 BACKLOG = 128
 EVENT_BYTES = 1 << 22
 _BEAT = pack(BEAT)
+
+Said = TypeVar("Said", PushHeader, ReplyHeader, WelcomeHeader)
 
 
 def connect(
@@ -134,10 +136,10 @@ class SocketWorkerEnd(WorkerEnd):
         return self._slots.gradients[(self._num_pushed - 1) % 2]
 
     def push(self, header: PushHeader) -> None:
-        parts = _parts(self.gradient_slot) if self._inline else ()
+        slot = self.gradient_slot if self._inline else None
         self._num_pushed += 1
         with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
-            self._connection.send(pack_push(header, _length(parts)), *parts)
+            _send_payload(self._connection, pack_push, header, slot)
 
     def wait_reply(self, timeout_s: float) -> ReplyHeader | None:
         frame = self._connection.receive(timeout_s)
@@ -196,11 +198,11 @@ class SocketServerEnd(ServerEnd):
 
     def welcome(self, header: WelcomeHeader) -> None:
         slots = self._memory()
-        parts = _parts(slots.reply) if self._inline else ()
-        descriptors = () if self._descriptor is None else (self._descriptor,)
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
-            frame = pack_welcome(header, _length(parts))
-            self._connection.send(frame, *parts, descriptors=descriptors)
+            if self._descriptor is None:
+                _send_payload(self._connection, pack_welcome, header, slots.reply)
+            else:
+                self._connection.send(pack_welcome(header), descriptors=[self._descriptor])
         if self._descriptor is not None:  # the mapping is enough from now on
             os.close(self._descriptor)
             self._descriptor = None
@@ -233,9 +235,9 @@ class SocketServerEnd(ServerEnd):
         return self._memory().gradients[(self._num_received - 1) % 2]
 
     def send(self, header: ReplyHeader) -> None:
-        parts = _parts(self.reply_slot) if self._inline else ()
+        slot = self._memory().reply if self._inline else None
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
-            self._connection.send(pack_reply(header, _length(parts)), *parts)
+            _send_payload(self._connection, pack_reply, header, slot)
 
     def is_open(self) -> bool:
         return not self._connection.is_closed and not self._poll.poll(0)
@@ -444,13 +446,19 @@ def _parts(slot: Slot) -> list[memoryview]:
     return [as_bytes(t) for t in (slot.values, slot.mask, slot.floats, slot.ints) if t.numel()]
 
 
-def _length(parts: Sequence[memoryview]) -> int:
-    return sum(map(len, parts))
+def _send_payload(
+    connection: Connection, pack: Callable[[Said, int], bytes], header: Said, slot: Slot | None
+) -> None:
+    if slot is None:
+        connection.send(pack(header, 0))
+        return
+    parts = _parts(slot)
+    connection.send(pack(header, sum(len(part) for part in parts)), *parts)
 
 
 def _read_payload(connection: Connection, frame: Frame, slot: Slot) -> None:
     parts = _parts(slot)
-    expected = _length(parts)
+    expected = sum(len(part) for part in parts)
     if frame.length != expected:
         raise connection.lost(f"a payload of {frame.length} bytes instead of {expected}")
     connection.read_body(*parts)

@@ -63,7 +63,8 @@ class Frame:
 
     def __init__(self, raw: bytes | bytearray) -> None:
         self._fields: tuple[Any, ...] = FORMAT.unpack(raw)
-        magic, protocol, self.type, status, _, _, _, _, _, self.length, *_ = self._fields
+        magic, protocol, self.type, status = self._fields[:4]
+        self.length = self._fields[9]
         if magic != MAGIC:
             raise ConnectionClosedError("the other end does not speak Offbeat's protocol")
         if protocol != PROTOCOL:
@@ -86,16 +87,16 @@ class Frame:
         _, _, _, _, flags, shard, worker, incarnation, epoch, _, sequence, batch, base, _, _ = (
             self._fields
         )
-        void, masked = bool(flags & _FLAG), bool(flags & _MASKED)
+        void, masked = flags & _FLAG != 0, flags & _MASKED != 0
         return PushHeader(worker, incarnation, sequence, base, batch, epoch, shard, void, masked)
 
     def reply(self) -> ReplyHeader:
         _, _, _, status, flags, _, _, _, epoch, _, sequence, _, _, version, _ = self._fields
-        return ReplyHeader(sequence, version - 1, OUTCOMES[status], epoch, bool(flags & _LAST))
+        return ReplyHeader(sequence, version - 1, OUTCOMES[status], epoch, flags & _LAST != 0)
 
     def welcome(self) -> WelcomeHeader:
         _, _, _, _, flags, _, _, _, epoch, _, _, _, _, version, settled = self._fields
-        return WelcomeHeader(version - 1, settled, epoch, bool(flags & _LAST))
+        return WelcomeHeader(version - 1, settled, epoch, flags & _LAST != 0)
 
 
 def pack(kind: int, *, length: int = 0, sequence: int = 0, flag: bool = False) -> bytes:
