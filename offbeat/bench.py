@@ -163,7 +163,7 @@ class _Pair:
             raise RunError("the parameters are not what the exchanges should have made of them")
 
     def _exchange(self) -> None:
-        """As in roles/worker.py."""
+        """As in roles/exchange.py."""
         link, slot = self._link, self._link.gradient_slot
         slot.values.copy_(self._gradient)
         link.push(PushHeader(0, 0, self._num_done + 1, self._num_done, self._num_done))
