@@ -24,6 +24,7 @@ from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.hosts import Hosts, is_loopback, split_address
 from offbeat.progress import say
 from offbeat.roles.bootstrap import Bootstrap
+from offbeat.roles.calls import About
 from offbeat.roles.context import Endpoint
 from offbeat.roles.remote import SMALL, WorkDone, run_evaluator, run_worker
 from offbeat.transport.sockets import SocketListener, connect_for_calls
@@ -137,7 +138,7 @@ def check(hosts: Hosts, terms: Terms) -> bool:
         try:
             end = connect_for_calls(address, {}, SMALL, CHECK_TIMEOUT_S, terms)
             try:
-                about, _ = end.call({"ask": "about"}, {}, CHECK_TIMEOUT_S)
+                about, _ = end.call(About().message(), {}, CHECK_TIMEOUT_S)
             finally:
                 end.close()
         except ConnectionClosedError as error:

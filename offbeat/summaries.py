@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import ConfigError, RecipeError, in_a_line
 from offbeat.flat import FlatModel, plain_name
 from offbeat.job import Job
+from offbeat.roles.calls import Status
 from offbeat.roles.evaluator import metric_name
-from offbeat.roles.master import Status
 from offbeat.rundir import RunFolder
 
 if TYPE_CHECKING:

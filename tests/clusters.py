@@ -155,7 +155,7 @@ class Cluster:
         """What the master told a server."""
         run = self.bootstraps[index]._run
         assert run is not None
-        return dict(run.message)
+        return run.told.message()
 
     def newest_checkpoint(self) -> int:
         found = (self.run_dir / "checkpoints").glob("0*")

@@ -19,7 +19,8 @@ from torch import Tensor
 from offbeat import SGD
 from offbeat.events import EventLog, read_events
 from offbeat.flat import Manifest, TensorSpec
-from offbeat.roles.server import Server, state_from
+from offbeat.roles.calls import state_from
+from offbeat.roles.server import Server
 from offbeat.shard import Shard, ShardState, segments_of
 from offbeat.transport.base import Layout, Listener, PushHeader, ReplyHeader, WorkerEnd
 from offbeat.transport.inproc import InprocListener

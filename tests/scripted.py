@@ -10,7 +10,8 @@ import torch
 
 from offbeat.events import EventLog
 from offbeat.job import Job
-from offbeat.roles.master import Master, Status
+from offbeat.roles.calls import Status
+from offbeat.roles.master import Master
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Network
 

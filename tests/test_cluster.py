@@ -469,7 +469,7 @@ def test_events_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -
     while found := relay.take(got)[1]:
         assert text(found).endswith(b"\n") and len(text(found)) <= 12
         taken += text(found)
-        got = relay.take()[0]["relay"]
+        got = relay.take()[0]
     assert taken == b"line 0\nand\nline 1\nand\n"
 
 
@@ -484,9 +484,9 @@ def test_events_come_once_whatever_answer_is_lost() -> None:
     relay.add("worker-1", b"e\n", "x", 6)
     assert relay.take() == (first, lines), "it did not say that it has them"
     assert relay.take(["another server", 1]) == (first, lines)
-    second, lines = relay.take(first["relay"])
+    second, lines = relay.take(first)
     assert text(lines) == b"e\n" and second != first
-    assert relay.take(second["relay"])[1] == {}
+    assert relay.take(second)[1] == {}
 
 
 # -- eval ------------------------------------------------------------------------------------------

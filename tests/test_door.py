@@ -24,16 +24,17 @@ from offbeat import byhand, cli
 from offbeat.cli import main
 from offbeat.config import make_config
 from offbeat.control import CONTROL_VARIABLE
-from offbeat.engines.cluster import MasterNetwork, _CollectingEnd
+from offbeat.engines.cluster import CollectingEnd, MasterNetwork
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
 from offbeat.hosts import TF_VARIABLE, Hosts
 from offbeat.job import make_job
 from offbeat.ledger import Account
 from offbeat.roles import evaluator, worker
 from offbeat.roles.bootstrap import Bootstrap
+from offbeat.roles.calls import Brought, Call, Status
 from offbeat.roles.context import Endpoint
 from offbeat.roles.evaluator import Evaluator, FolderSource
-from offbeat.roles.master import Patience, Status
+from offbeat.roles.master import Patience
 from offbeat.roles.remote import SMALL, CallSink, ServersSource
 from offbeat.rundir import RunFolder
 from offbeat.transport.base import CallEnd
@@ -105,9 +106,9 @@ def test_the_master_collects_until_there_is_no_more_and_takes_nothing_twice() ->
     kept: list[bytes] = []
     remembered: list[list[Any]] = []
     got: list[Any] = []
-    collecting = _CollectingEnd(
+    collecting = CollectingEnd(
         end,
-        lambda message, tensors: kept.extend(bytes(t.tolist()) for t in tensors.values()),
+        lambda brought: kept.extend(bytes(t.tolist()) for t in brought.lines.values()),
         got,
         lambda: remembered.append(list(got)),
     )
@@ -126,7 +127,7 @@ def test_events_of_an_odd_name_are_neither_taken_nor_written(tmp_path: Path) -> 
     network = MasterNetwork.__new__(MasterNetwork)
     network._files, network._folder = {}, RunFolder(tmp_path)
     with pytest.raises(ConnectionClosedError, match="events of"):
-        network._collect({}, {"events/../../x": torch.zeros(1, dtype=torch.uint8)})
+        network._collect(Brought([], {"../../x": torch.zeros(1, dtype=torch.uint8)}, []))
 
 
 def test_events_that_could_not_be_sent_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,11 +606,11 @@ def test_an_evaluator_leaves_every_server() -> None:
     asked: list[tuple[int, str]] = []
     source = a_source()
 
-    def call(shard: int, message: Any) -> tuple[Any, Any]:
-        asked.append((shard, message["ask"]))
+    def ask(shard: int, call: Call) -> tuple[Any, Any]:
+        asked.append((shard, call.ask))
         raise ConnectionClosedError("gone already")
 
-    source._call = call  # type: ignore[method-assign]
+    source._call = ask  # type: ignore[method-assign]
     source.leave()
     assert asked == [(0, "leave"), (1, "leave")]
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import offbeat
 from offbeat.api import resume
 from offbeat.errors import ConfigError, RoleError
-from offbeat.roles.master import Status
+from offbeat.roles.calls import Status
 from offbeat.rundir import RunFolder
 from offbeat.summaries import EventFile, StepSummaries, Summaries
 

@@ -37,7 +37,7 @@ from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleErr
 from offbeat.events import EventLog, read_events
 from offbeat.optim import KINDS, Optimizer
 from offbeat.recipes.base import load_recipe
-from offbeat.roles.master import Status
+from offbeat.roles.calls import Status
 from offbeat.roles.worker import Worker
 from offbeat.rundir import RunFolder, describe_run
 from offbeat.transport.base import ReplyHeader, WelcomeHeader

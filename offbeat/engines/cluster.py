@@ -23,6 +23,7 @@ from offbeat.events import free_path
 from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.progress import Display, Status
+from offbeat.roles.calls import AskStatus, Brought, Configure, Finish, Release, is_a
 from offbeat.roles.context import Context, Endpoint
 from offbeat.roles.evaluator import metric_name
 from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
@@ -141,14 +142,15 @@ class MasterNetwork(SocketNetwork):
         options = {**job.config.to_json(), "threads": threads}
         for own in ("run_dir", "device", "quiet", "tensorboard", "log_every"):
             options.pop(own)  # each machine's own affair
-        self._message: Message = {
-            "ask": "configure",
-            "run": self._run,
-            "life": secrets.token_hex(8),
-            "config": options,
-            "facts": dataclasses.asdict(job.facts),
-            "agreement": job.agreement,
-        }
+        self._told = Configure(
+            run=self._run,
+            life=secrets.token_hex(8),
+            config=options,
+            facts=dataclasses.asdict(job.facts),
+            agreement=job.agreement,
+            epochs=[],
+            elapsed_s=0.0,
+        )
 
     def connect_for_calls(
         self, shard: int, hello: Message, layout: Layout, timeout_s: float
@@ -156,15 +158,17 @@ class MasterNetwork(SocketNetwork):
         """A connection to a server that knows what the run is."""
         end = super().connect_for_calls(shard, hello, layout, timeout_s)
         try:
-            told = {**self._message, "epochs": self._epochs, "elapsed_s": self._clock()}
+            told = dataclasses.replace(
+                self._told, epochs=list(self._epochs), elapsed_s=self._clock()
+            )
             with self.waiting(shard):
-                answer, _ = end.call(told, {}, CALL_TIMEOUT_S)
+                answer, _ = end.call(told.message(), {}, CALL_TIMEOUT_S)
         except ConnectionClosedError:
             end.close()
             raise
         self._remember(shard, int(answer["epoch"]))
         got = self._got.setdefault(shard, [])
-        return _CollectingEnd(end, self._collect, got, self._write)
+        return CollectingEnd(end, self._collect, got, self._write)
 
     def _remember(self, shard: int, epoch: int) -> None:
         self._epochs[shard] = max(self._epochs[shard], epoch + 1)
@@ -175,27 +179,26 @@ class MasterNetwork(SocketNetwork):
         state = {"run": self._run, "epochs": self._epochs, "got": self._got}
         self._folder.write_json(self._folder.cluster, state)
 
-    def _collect(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
+    def _collect(self, brought: Brought) -> None:
         """Keep lines of events in the run's folder, each source's in a file of its own."""
-        for key, lines in tensors.items():
-            name = key.removeprefix("events/")
+        for name, lines in brought.lines.items():
             if not SOURCES.fullmatch(name):
                 raise ConnectionClosedError(f"a server has events of {name!r}")
             if name not in self._files:
                 self._files[name] = free_path(self._folder.events, name)
             with self._files[name].open("ab") as file:
                 file.write(lines.numpy().tobytes())
-        for line in message.pop("failures", ()):
-            self.failed(str(line))
+        for line in brought.failures:
+            self.failed(line)
 
 
-class _CollectingEnd(CallEnd):
+class CollectingEnd(CallEnd):
     """A connection for calls whose answers bring along what servers have for the run's folder."""
 
     def __init__(
         self,
         end: CallEnd,
-        collect: Callable[[Message, Mapping[str, Tensor]], None],
+        collect: Callable[[Brought], None],
         got: list[Any],
         remember: Callable[[], None],
     ) -> None:
@@ -209,8 +212,9 @@ class _CollectingEnd(CallEnd):
     def call(
         self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
     ) -> tuple[Message, dict[str, Tensor]]:
-        answer, found, _ = self._ask(message, tensors, timeout_s)
-        if message["ask"] == "finish":
+        answer, found = self._end.call({**message, "got": self._got}, tensors, timeout_s)
+        self._keep(answer, found)
+        if is_a(Finish, message):
             self._drain(timeout_s)
         return answer, found
 
@@ -218,24 +222,23 @@ class _CollectingEnd(CallEnd):
         """The workers were told that the run is over: collect what they still have to tell."""
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s:
-            status, _, some = self._ask({"ask": "status"}, {}, timeout_s)
-            if not some and not status["present"]:
+            status, found = self._end.call(AskStatus(self._got).message(), {}, timeout_s)
+            if not self._keep(status, found) and not status["present"]:
                 break
             threading.Event().wait(POLL_S / 2)
-        self._end.call({"ask": "release"}, {}, timeout_s)
+        self._end.call(Release().message(), {}, timeout_s)
 
-    def _ask(
-        self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
-    ) -> tuple[Message, dict[str, Tensor], bool]:
-        answer, found = self._end.call({**message, "got": self._got}, tensors, timeout_s)
-        events = {name: found.pop(name) for name in list(found) if name.startswith("events/")}
-        number = answer.pop("relay", self._got)
-        self._collect(answer, {} if number == self._got else events)
-        is_new = bool(events) and number != self._got
-        self._got[:] = number
-        if is_new:
+    def _keep(self, answer: Message, found: dict[str, Tensor]) -> bool:
+        """Keep what an answer brings, unless it is here already; whether there were any lines."""
+        brought = Brought.take_from(answer, found)
+        if brought is None:
+            return False
+        is_new = brought.number != self._got
+        self._collect(brought if is_new else dataclasses.replace(brought, lines={}))
+        self._got[:] = brought.number
+        if is_new and brought.lines:
             self._remember()
-        return answer, found, bool(events)
+        return bool(brought.lines)
 
     def close(self) -> None:
         self._end.close()

@@ -3,17 +3,11 @@
     python -m offbeat role ps --index 0 --cluster cluster.toml
 
 The master comes with the run's configuration (`configure`); from then on there is a Server here,
-and connections go to it. What else is asked:
-
-    about      by anybody: which version, which run, who is here
-    config     by a worker or evaluator: the run's configuration, and who it is in it
-    events     by a worker or evaluator: lines for the run's folder, which lives with the master;
-               they are kept until the master takes them along with the answer to its next call
-    failed     by a worker whose loss is no number any more
-    newest     by an evaluator: the newest checkpoint's part of this server; until it says `leave`
-               the server stays, for a while, when the run is over
+and connections go to it. What else is asked is in calls.py. Lines of events that workers and
+evaluators send are kept until the master takes them along with the answer to its next call.
 """
 
+import dataclasses
 import logging
 import threading
 import time
@@ -29,6 +23,21 @@ from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError, in_
 from offbeat.job import Facts, Job, disagreement, rejoin_job
 from offbeat.recipes.base import load_recipe
 from offbeat.roles.acceptor import Acceptor
+from offbeat.roles.calls import (
+    About,
+    AskConfig,
+    AskStatus,
+    Brought,
+    Call,
+    Configure,
+    Finish,
+    Leave,
+    Newest,
+    Release,
+    SendEvents,
+    TellFailure,
+    read_call,
+)
 from offbeat.roles.context import Context, SentRecords
 from offbeat.roles.relay import SOURCES, Relay, RelaySink
 from offbeat.roles.run import ServerRole
@@ -48,10 +57,9 @@ CONFIG_WAIT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the master told this server."""
+    """What the master told this server, and what became of it."""
 
-    message: Message
-    """As it came."""
+    told: Configure
     job: Job
     role: ServerRole
     records: SentRecords
@@ -195,39 +203,41 @@ class Bootstrap:
     def answer(
         self, message: Message, tensors: Mapping[str, Tensor]
     ) -> tuple[Message, Mapping[str, Tensor]]:
-        match message:
-            case {"ask": "about"}:
+        call = read_call(message, tensors)
+        match call:
+            case About():
                 return self._about(), {}
-            case {"ask": "configure"}:
-                return self._configure(message), {}
-            case {"ask": "config"}:
-                return self._config(message), {}
-            case {"ask": "events", "name": str(name), "source": str(source), "before": int(before)}:
+            case Configure():
+                return self._configure(call), {}
+            case AskConfig():
+                return self._config(call), {}
+            case SendEvents(name, source, before, lines):
                 if not SOURCES.fullmatch(name):
                     raise ConnectionClosedError(f"nobody here is called {name!r}", refused=True)
-                self._relay.add(name, tensors["lines"].numpy().tobytes(), source, before)
-                return {}, {}
-            case {"ask": "release"}:
+                self._relay.add(name, lines.numpy().tobytes(), source, before)
+            case Release():
                 self._released.set()
-                return {}, {}
-            case {"ask": "leave", "who": str(who)}:
+            case Leave(who):
                 self._evaluators.discard(who)
-                return {}, {}
-            case {"ask": "failed", "line": str(line)}:
+            case TellFailure(line):
                 self._failures.append(line[:2000])
-                return {}, {}
+            case _:
+                return self._ask_server(call)
+        return {}, {}
+
+    def _ask_server(self, call: Call) -> tuple[Message, Mapping[str, Tensor]]:
         if self._run is None:
             raise ConnectionClosedError("this server waits for its master")
-        answered, more = self._run.server.answer(message, tensors)
-        match message:
-            case {"ask": "newest", "who": str(who)} if not answered["over"]:
+        answer, tensors = self._run.server.answer_call(call)
+        match call:
+            case Newest(_, str(who)) if not answer["over"]:
                 self._evaluators.add(who)
-        if message["ask"] in ("status", "finish"):  # the master's: along go the events
-            self._master_heard_s = time.monotonic()
-            self._run.records.flush()
-            number, lines = self._relay.take(message.get("got"))
-            return {**answered, **number, "failures": self._failures}, lines
-        return answered, more
+            case AskStatus(got) | Finish(_, got):
+                self._master_heard_s = time.monotonic()
+                self._run.records.flush()
+                number, lines = self._relay.take(got)
+                return Brought(number, lines, self._failures).add_to(answer)
+        return answer, tensors
 
     def _about(self) -> Message:
         run = self._run
@@ -239,7 +249,7 @@ class Bootstrap:
         }
         if run is not None:
             about |= {
-                "run": run.message["run"],
+                "run": run.told.run,
                 "recipe": run.job.config.recipe,
                 "fingerprint": run.job.fingerprint,
                 "updates": run.server.shard.version,
@@ -248,29 +258,29 @@ class Bootstrap:
             }
         return about
 
-    def _configure(self, message: Message) -> Message:
+    def _configure(self, call: Configure) -> Message:
         """The master says what this server is to be; saying it again changes nothing."""
         with self._lock:
             if self._run is None:
-                self._run = self._make_run(message)
+                self._run = self._make_run(call)
                 self._master_heard_s = time.monotonic()
                 self._configured.set()
             else:
-                self._check_same(self._run, message)
-            if message["life"] != self._life:  # a master that was started anew
-                self._life = message["life"]
+                self._check_same(self._run, call)
+            if call.life != self._life:  # a master that was started anew
+                self._life = call.life
                 self._failures.clear()
             return {"epoch": self._run.server.epoch}
 
-    def _check_same(self, run: Run, message: Message) -> None:
+    def _check_same(self, run: Run, call: Configure) -> None:
         where = f"at version {run.server.shard.version}"
-        if run.message["run"] != message["run"]:
+        if run.told.run != call.run:
             recipe = run.job.config.recipe
             raise ConnectionClosedError(
                 f"server {self.index} serves another run: {recipe}, {where}", refused=True
             )
-        before = {**run.message["config"], **run.message["agreement"]}
-        now = {**message["config"], **message["agreement"]}
+        before = {**run.told.config, **run.told.agreement}
+        now = {**call.config, **call.agreement}
         for key in now:
             if key not in MASTERS_OWN and now[key] != before.get(key):
                 raise ConnectionClosedError(
@@ -280,11 +290,11 @@ class Bootstrap:
                     refused=True,
                 )
 
-    def _make_run(self, message: Message) -> Run:
+    def _make_run(self, call: Configure) -> Run:
         try:
-            job = job_from(message, with_data=False)
-            began_s = time.monotonic() - float(message["elapsed_s"])
-            epoch = int(message["epochs"][self.index])
+            job = job_from(call, with_data=False)
+            began_s = time.monotonic() - call.elapsed_s
+            epoch = int(call.epochs[self.index])
         except (KeyError, IndexError, TypeError, ValueError, OffbeatError) as error:
             self.log.warning("cannot serve the run: %s", error)
             raise ConnectionClosedError(
@@ -302,24 +312,22 @@ class Bootstrap:
         )
         role = ServerRole(context, self.index)
         self.log.info("serving %s, %s", job.config.recipe, job.config.discipline)
-        return Run(message=message, job=job, role=role, records=records, began_s=began_s)
+        return Run(told=call, job=job, role=role, records=records, began_s=began_s)
 
-    def _config(self, message: Message) -> Message:
+    def _config(self, call: AskConfig) -> Message:
         """For a worker: the configuration, its rank and its incarnation; {} means: ask again."""
         if not self._configured.wait(CONFIG_WAIT_S) or self._run is None:
             return {}
         run = self._run
         if not run.server.loaded.wait(CONFIG_WAIT_S):
             return {}
-        told: Message = {
-            **run.message,
-            "elapsed_s": time.monotonic() - run.began_s,
-        }
+        elapsed_s = time.monotonic() - run.began_s
+        told = dataclasses.replace(run.told, elapsed_s=elapsed_s).message()
         with self._lock:
-            rank = message.get("rank")
-            if message.get("join"):
+            rank = call.rank
+            if call.join:
                 rank = self._new_rank(run)
-            elif rank is not None and not 0 <= int(rank) < run.job.config.workers:
+            elif rank is not None and not 0 <= rank < run.job.config.workers:
                 raise ConnectionClosedError(
                     f"this run has {run.job.config.workers} workers: there is no rank {rank}; do "
                     f"all machines have the same cluster file?",
@@ -347,16 +355,16 @@ class Bootstrap:
         return max([first - 1, *known]) + 1
 
 
-def job_from(message: Message, *, with_data: bool, **local: Any) -> Job:
+def job_from(told: Configure, *, with_data: bool, **local: Any) -> Job:
     """The master's job, made anew out of what it says of it; `local` options are this machine's
     own. A difference in the model or the optimizer is a RecipeError that names it."""
-    options = {k: v for k, v in message["config"].items() if v is not None}
+    options = {k: v for k, v in told.config.items() if v is not None}
     given = {k: v for k, v in local.items() if v is not None}
     config: TrainConfig = make_config({**options, **given})
     job = rejoin_job(
-        config, load_recipe(config.recipe), Facts(**message["facts"]), {} if with_data else None
+        config, load_recipe(config.recipe), Facts(**told.facts), {} if with_data else None
     )
-    difference = disagreement(message["agreement"], job.agreement)
+    difference = disagreement(told.agreement, job.agreement)
     if difference:
         raise RecipeError(f"the recipe {config.recipe} is not the master's: {difference}")
     return job

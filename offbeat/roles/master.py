@@ -12,8 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +27,18 @@ from offbeat.events import EventLog
 from offbeat.flat import FlatModel
 from offbeat.job import Job
 from offbeat.ledger import accounts_to_json, moved
-from offbeat.roles.server import describe_state, state_from
+from offbeat.roles.calls import (
+    AskStatus,
+    Call,
+    Drain,
+    Finish,
+    LeaveOut,
+    Load,
+    Status,
+    Take,
+    Want,
+    state_from,
+)
 from offbeat.rundir import RunFolder
 from offbeat.shard import ShardState
 from offbeat.transport.base import CallEnd, Layout, Message, Network, keep_trying
@@ -43,23 +52,9 @@ STOP_TIMEOUT_S = 2.0
 """How long a run that is being stopped waits for its workers to end their step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """A server, as it describes itself."""
-
-    version: int
-    epoch: int
-    loaded: bool
-    finished: frozenset[int]
-    present: frozenset[int]
-    awaited: frozenset[int]
-    """Workers that its discipline counts on, and that did not come yet."""
-    ready: bool
-    staleness: list[int]
-
-
 class RemoteServer:
-    """A server, as the master sees it: calls over a connection that is made when needed."""
+    """A server, as the master sees it: calls over a connection that is made when needed. What they
+    mean is said in calls.py."""
 
     def __init__(self, network: Network, index: int, agreement: Message, layout: Layout) -> None:
         self.index = index
@@ -70,47 +65,38 @@ class RemoteServer:
         self.was_reached = False
 
     def status(self) -> Status:
-        found, _ = self._call({"ask": "status"})
-        sets = {key: frozenset(found[key]) for key in ("finished", "present", "awaited")}
-        return Status(**{**found, **sets})
+        return Status.read(self._call(AskStatus())[0])
 
     def load(self, state: ShardState) -> None:
-        self._call({"ask": "load", "state": describe_state(state)}, state.tensors)
+        self._call(Load(state))
 
     def want(self, version: int) -> None:
-        """Keep a snapshot of the first version from this one on; `status` says when it is ready."""
-        self._call({"ask": "want", "version": version})
+        self._call(Want(version))
 
     def take(self) -> ShardState:
-        """The snapshot that was wanted, and is ready."""
-        return state_from(*self._call({"ask": "take"}))
+        return state_from(*self._call(Take()))
 
     def drain(self) -> None:
-        """Have every worker leave after the step that it is at."""
-        self._call({"ask": "drain"})
+        self._call(Drain())
 
     def leave_out(self, workers: Sequence[int]) -> None:
-        """Have the server wait no longer for those of these workers that are not there."""
-        self._call({"ask": "leave_out", "workers": list(workers)})
+        self._call(LeaveOut(list(workers)))
 
     def finish(self, reason: str) -> None:
-        """Let the server go."""
-        self._call({"ask": "finish", "reason": reason})
+        self._call(Finish(reason))
 
     def close(self) -> None:
         if self._end is not None:
             self._end.close()
             self._end = None
 
-    def _call(
-        self, message: dict[str, Any], tensors: dict[str, Tensor] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _call(self, call: Call) -> tuple[Message, dict[str, Tensor]]:
         try:
             if self._end is None:
                 self._end = self._network.connect_for_calls(
                     self.index, self._hello, self._layout, CALL_TIMEOUT_S
                 )
-            answer = self._end.call(message, tensors or {}, CALL_TIMEOUT_S)
+            answer = self._end.call(call.message(), call.tensors(), CALL_TIMEOUT_S)
         except ConnectionClosedError:
             self.close()
             raise

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.transport.base import Message
 from offbeat.transport.sockets import EVENT_BYTES
 
 MOST_KEPT_BYTES = 1 << 26
@@ -49,14 +48,14 @@ class Relay:
             elif lines:
                 self._kept.setdefault(name, bytearray()).extend(lines)
 
-    def take(self, got: Any = None) -> tuple[Message, dict[str, Tensor]]:
-        """What is there, or as much of it as a call can carry, in whole lines; `got`: what the
-        master says that it has, as the last answer's message put it."""
+    def take(self, got: Any = None) -> tuple[list[Any], dict[str, Tensor]]:
+        """What is there, or as much of it as a call can carry, in whole lines, and a number for it;
+        `got`: the number that the master says it has."""
         with self._lock:
             if not self._under_way or got == [self._name, self._number]:
                 self._under_way = self._cut()
                 self._number += 1
-            return {"relay": [self._name, self._number]}, dict(self._under_way)
+            return [self._name, self._number], dict(self._under_way)
 
     def _cut(self) -> dict[str, Tensor]:
         taken: dict[str, Tensor] = {}
@@ -65,7 +64,7 @@ class Relay:
             lines = self._kept[name]
             cut = len(lines) if len(lines) <= room else lines.rfind(b"\n", 0, room) + 1
             if cut:
-                taken[f"events/{name}"] = torch.frombuffer(lines[:cut], dtype=torch.uint8)
+                taken[name] = torch.frombuffer(lines[:cut], dtype=torch.uint8)
                 room -= cut
                 if cut == len(lines):
                     del self._kept[name]

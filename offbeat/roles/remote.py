@@ -31,6 +31,15 @@ from offbeat.errors import (
 )
 from offbeat.job import Job
 from offbeat.roles.bootstrap import job_from
+from offbeat.roles.calls import (
+    AskConfig,
+    Call,
+    Configure,
+    Leave,
+    Newest,
+    SendEvents,
+    TellFailure,
+)
 from offbeat.roles.context import Context, Say, SentRecords
 from offbeat.roles.evaluator import CheckpointSource, Found, Look, evaluate, metric_name
 from offbeat.roles.run import make_role, run_role
@@ -71,9 +80,8 @@ class CallSink:
                 if self._end is None:
                     self._end = self._network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
                 lines = torch.frombuffer(self._kept[:cut], dtype=torch.uint8)  # a copy
-                who = {"name": self._name, "source": self._source}
-                message = {"ask": "events", **who, "before": self._num_sent}
-                self._end.call(message, {"lines": lines}, CALL_TIMEOUT_S)
+                call = SendEvents(self._name, self._source, self._num_sent, lines)
+                self._end.call(call.message(), call.tensors(), CALL_TIMEOUT_S)
                 self._num_sent += cut
                 del self._kept[:cut]
         except ConnectionClosedError:  # at the next flush, perhaps
@@ -99,18 +107,14 @@ class WorkDone:
 
 
 def ask_config(
-    network: SocketNetwork, who: Message, start_timeout_s: float, stop: threading.Event
+    network: SocketNetwork, call: AskConfig, start_timeout_s: float, stop: threading.Event
 ) -> Message:
     """The run's configuration, as soon as server 0 knows it; says what it is waiting for."""
     where = network.addresses[0].removeprefix("tcp:")
     waits: list[bool] = []
 
     def ask() -> Message:
-        end = network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
-        try:
-            told, _ = end.call({"ask": "config", **who}, {}, CALL_TIMEOUT_S)
-        finally:
-            end.close()
+        told, _ = _call(network, 0, SMALL, call)
         if not told:
             if not waits:
                 waits.append(True)
@@ -145,8 +149,8 @@ def run_worker(
     `local`: options that are this machine's own. `show` is for the lines that --log-every asks for.
     `scores`: find out how well it does in the end."""
     network = SocketNetwork(addresses, terms, say)
-    who: Message = {"join": True} if rank is None else {"rank": rank}
-    told = ask_config(network, who, start_timeout_s, stop)
+    call = AskConfig(join=True) if rank is None else AskConfig(rank)
+    told = ask_config(network, call, start_timeout_s, stop)
     rank, incarnation = int(told["rank"]), int(told["incarnation"])
     job, network, clock = _enter(network, told, local)
     say(f"worker {rank} of {job.config.recipe}, {job.config.discipline}")
@@ -210,7 +214,7 @@ def run_evaluator(
     """Score each newest checkpoint once, the last one too: the servers have it, until the run is
     over and a little longer."""
     network = SocketNetwork(addresses, terms, say)
-    told = ask_config(network, {}, start_timeout_s, stop)
+    told = ask_config(network, AskConfig(), start_timeout_s, stop)
     job, network, clock = _enter(network, told, local)
     if job.test is None:
         say("the recipe has no test data: there is nothing to score")
@@ -263,10 +267,7 @@ class ServersSource(CheckpointSource):
     def _last(self) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]] | None:
         """The last checkpoint, whatever its shards' versions are: where a server was started anew
         they differ."""
-        found = [
-            self._call(shard, {"ask": "newest", "after": -1})
-            for shard in range(len(self.job.slices))
-        ]
+        found = [self._call(shard, Newest(-1)) for shard in range(len(self.job.slices))]
         if any("version" not in message for message, _ in found):
             return None
         values = torch.cat([tensors["values"] for _, tensors in found])
@@ -276,23 +277,16 @@ class ServersSource(CheckpointSource):
         """Tell the servers that nobody needs to stay for this evaluator."""
         for shard in range(len(self.job.slices)):
             with contextlib.suppress(ConnectionClosedError):  # it is gone already
-                self._call(shard, {"ask": "leave", "who": self._name})
+                self._call(shard, Leave(self._name))
 
-    def _call(self, shard: int, message: Message) -> tuple[Message, dict[str, torch.Tensor]]:
-        layout = self.job.layout(shard)
-        end = self._network.connect_for_calls(shard, {}, layout, CALL_TIMEOUT_S)
-        try:
-            return end.call(message, {}, CALL_TIMEOUT_S)
-        finally:
-            end.close()
+    def _call(self, shard: int, call: Call) -> tuple[Message, dict[str, torch.Tensor]]:
+        return _call(self._network, shard, self.job.layout(shard), call)
 
     def _ask(self) -> tuple[tuple[int, torch.Tensor, dict[str, torch.Tensor]] | None, bool]:
         """The shards' parts of the newest checkpoint, if all have the same one and it is new."""
         found, over = [], False
         for shard in range(len(self.job.slices)):
-            message, tensors = self._call(
-                shard, {"ask": "newest", "after": self._newest, "who": self._name}
-            )
+            message, tensors = self._call(shard, Newest(self._newest, self._name))
             over = over or bool(message["over"])  # then all of them have the last one
             found.append((message.get("version"), tensors))
         if over and any(version is not None for version, _ in found):
@@ -330,13 +324,14 @@ def _enter(
     network: SocketNetwork, told: Message, local: Mapping[str, Any]
 ) -> tuple[Job, SocketNetwork, Callable[[], float]]:
     """The run's job on this machine, the network with the run's own timeout, and its clock."""
-    began_s = time.monotonic() - float(told["elapsed_s"])
-    if (servers := int(told["config"]["servers"])) != len(network.addresses):
+    run = Configure.read(told, {})
+    began_s = time.monotonic() - run.elapsed_s
+    if (servers := int(run.config["servers"])) != len(network.addresses):
         raise ConfigError(
             f"the run has {servers} servers, this cluster {len(network.addresses)}; do all "
             f"machines have the same cluster file?"
         )
-    job = job_from(told, with_data=True, **local)
+    job = job_from(run, with_data=True, **local)
     if job.config.threads is None:  # a machine of one's own has all its cores for one worker
         config = dataclasses.replace(job.config, threads=os.cpu_count())
         job = dataclasses.replace(job, config=config)
@@ -347,8 +342,15 @@ def _enter(
 
 def _tell_of_failure(network: SocketNetwork, line: str) -> None:
     with contextlib.suppress(ConnectionClosedError):  # then the run has other troubles
-        end = network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
-        try:
-            end.call({"ask": "failed", "line": line}, {}, CALL_TIMEOUT_S)
-        finally:
-            end.close()
+        _call(network, 0, SMALL, TellFailure(line))
+
+
+def _call(
+    network: SocketNetwork, shard: int, layout: Layout, call: Call
+) -> tuple[Message, dict[str, torch.Tensor]]:
+    """Over a connection for this call alone."""
+    end = network.connect_for_calls(shard, {}, layout, CALL_TIMEOUT_S)
+    try:
+        return end.call(call.message(), call.tensors(), CALL_TIMEOUT_S)
+    finally:
+        end.close()

@@ -14,9 +14,10 @@ import torch
 
 from offbeat.control import REPORT_EVERY_S
 from offbeat.errors import StepError
+from offbeat.roles.calls import Status
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.evaluator import Evaluator, FolderSource, metric_name, score_line
-from offbeat.roles.master import Master, Status
+from offbeat.roles.master import Master
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
 from offbeat.rundir import role_name

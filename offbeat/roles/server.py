@@ -6,7 +6,7 @@ Outside it: sending, each session to its own worker, so that a slow reader delay
 lock-free discipline runs the same code with no lock and an updater per session.
 
 A server begins empty, and takes workers in as soon as the master has given it its shard's state.
-What else the master asks of it is in `answer`. Started by an engine:
+What else the master asks of it is in calls.py. Started by an engine:
 
     server = Server(shard, Sync(range(2)), listener, index=0, ...)
     server.start(); server.over.wait(); server.close()
@@ -27,17 +27,22 @@ from offbeat.disciplines import Action, Apply, Discipline, Drop, Push, Reply
 from offbeat.errors import ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
 from offbeat.job import disagreement
-from offbeat.ledger import (
-    ACCEPTED,
-    APPLIED,
-    DROPPED,
-    DUPLICATE,
-    REJECTED,
-    STALE,
-    accounts_from,
-    accounts_to_json,
-)
+from offbeat.ledger import ACCEPTED, APPLIED, DROPPED, DUPLICATE, REJECTED, STALE
 from offbeat.roles.acceptor import Acceptor
+from offbeat.roles.calls import (
+    AskStatus,
+    Call,
+    Drain,
+    Finish,
+    LeaveOut,
+    Load,
+    Newest,
+    Status,
+    Take,
+    Want,
+    describe_state,
+    read_call,
+)
 from offbeat.rules import Gradient
 from offbeat.shard import Shard, ShardState, Updater, usable
 from offbeat.transport.base import (
@@ -64,16 +69,16 @@ LARGE = 500_000
 
 
 @dataclass(eq=False, slots=True)
-class _Wish:
-    """The master's wish for a snapshot at the first version that is not below this one."""
+class _SnapshotRequest:
+    """The master wants a snapshot at the first version that is not below this one."""
 
     at_version: int
-    granted: ShardState | None = None
+    snapshot: ShardState | None = None
 
 
 @dataclass(slots=True)
-class _Fate:
-    """What becomes of one push: the part of its record that is not in its header."""
+class _PushRecord:
+    """What becomes of one push: the part of its event that is not in its header."""
 
     received_s: float
     outcome: str = ACCEPTED
@@ -98,7 +103,7 @@ class _Session:
     updater: Updater
     reply_made: threading.Condition | None
     """None in lock-free, where a session's own thread makes every reply."""
-    fate: _Fate
+    record: _PushRecord
     push: PushHeader = field(init=False)
     """There is none before the first one comes."""
     gradient: Gradient | None = None
@@ -163,8 +168,8 @@ class Server:
         self._finished: set[int] = set()
         self.loaded = threading.Event()
         """The master has given this server its shard."""
-        self._wishes: list[_Wish] = []
-        self._wish = _Wish(0)
+        self._requests: list[_SnapshotRequest] = []
+        self._request = _SnapshotRequest(0)
         self._taken: ShardState | None = None
         """What the master took last: this server's part of the newest checkpoint."""
         self.stopping = False
@@ -210,33 +215,33 @@ class Server:
     def answer(
         self, message: Message, tensors: Mapping[str, Tensor]
     ) -> tuple[Message, Mapping[str, Tensor]]:
-        """What a call of the master's comes to; roles/master.py has the other side of it."""
-        match message:
-            case {"ask": "status"}:
-                return self._status(), {}
-            case {"ask": "load", "state": dict(state)}:
-                self.load(state_from(state, tensors))
-                return {}, {}
-            case {"ask": "want", "version": int(version)}:
+        return self.answer_call(read_call(message, tensors))
+
+    def answer_call(self, call: Call) -> tuple[Message, Mapping[str, Tensor]]:
+        """What a call of the master's or an evaluator's comes to."""
+        match call:
+            case AskStatus():
+                return self._status().message(), {}
+            case Load(state):
+                self.load(state)
+            case Want(version):
                 self._want(version)
-                return {}, {}
-            case {"ask": "take"} if self._wish.granted is not None:
-                granted = self._taken = self._wish.granted
-                self._wish = _Wish(0)
-                return describe_state(granted), granted.tensors
-            case {"ask": "drain"}:
+            case Take() if self._request.snapshot is not None:
+                taken = self._taken = self._request.snapshot
+                self._request = _SnapshotRequest(0)
+                return describe_state(taken), taken.tensors
+            case Drain():
                 self._draining = True
-                return {}, {}
-            case {"ask": "leave_out", "workers": list(workers)}:
+            case LeaveOut(workers):
                 self._leave_out(workers)
-                return {}, {}
-            case {"ask": "newest", "after": int(after)}:
+            case Newest(after):
                 return self._newest(after)
-            case {"ask": "finish", "reason": str(reason)}:
+            case Finish(reason):
                 self.reason = reason
                 self.over.set()
-                return {}, {}
-        raise ConnectionClosedError(f"the master asked for something unknown: {message}")
+            case _:
+                raise ConnectionClosedError(f"the server cannot answer this now: {call.ask}")
+        return {}, {}
 
     def load(self, state: ShardState) -> None:
         """Go on from `state`. Workers that were through come again, and say so."""
@@ -252,19 +257,19 @@ class Server:
         )
         self._log.info("serving from version %d, epoch %d", state.version, self.epoch)
 
-    def _status(self) -> Message:
+    def _status(self) -> Status:
         with self._membership:
-            present, finished = sorted(self._sessions), sorted(self._finished)
-        return {
-            "version": self.shard.version,
-            "epoch": self.epoch,
-            "loaded": self.loaded.is_set(),
-            "finished": finished,
-            "present": present,
-            "awaited": sorted(self.discipline.present - set(present)),
-            "ready": self._wish.granted is not None,
-            "staleness": list(self.recent_staleness),
-        }
+            present, finished = frozenset(self._sessions), frozenset(self._finished)
+        return Status(
+            version=self.shard.version,
+            epoch=self.epoch,
+            loaded=self.loaded.is_set(),
+            finished=finished,
+            present=present,
+            awaited=frozenset(self.discipline.present - present),
+            ready=self._request.snapshot is not None,
+            staleness=list(self.recent_staleness),
+        )
 
     def present(self) -> list[int]:
         """The workers that are connected."""
@@ -297,17 +302,17 @@ class Server:
     def _want(self, at_version: int) -> None:
         """Keep a snapshot of the first version that is at least this one, for `take`."""
         with self._lock:
-            self._wish = _Wish(at_version)
-            self._wishes[:] = [self._wish]
-            self._grant_wishes()
+            self._request = _SnapshotRequest(at_version)
+            self._requests[:] = [self._request]
+            self._take_snapshots()
 
-    def _grant_wishes(self) -> None:
-        for wish in [w for w in self._wishes if w.at_version <= self.shard.version]:
+    def _take_snapshots(self) -> None:
+        for request in [r for r in self._requests if r.at_version <= self.shard.version]:
             try:
-                self._wishes.remove(wish)
+                self._requests.remove(request)
             except ValueError:
                 continue  # lock-free: another session's thread was quicker
-            wish.granted = self._snapshot()
+            request.snapshot = self._snapshot()
 
     def _snapshot(self) -> ShardState:
         """The shard and its accounts, with every update in both or in neither."""
@@ -402,7 +407,7 @@ class Server:
                     updater=self._shared_updater or self.shard.make_updater(shared=True),
                     reply_made=threading.Condition(self._mutex) if self.discipline.locked else None,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
-                    fate=_Fate(self._clock()),
+                    record=_PushRecord(self._clock()),
                 )
                 self._sessions[worker] = session
                 self._finished.discard(worker)
@@ -462,13 +467,13 @@ class Server:
     def _begin(self, session: _Session, header: PushHeader) -> None:
         """Look at a push before anybody has to wait for it."""
         session.push = header
-        session.fate = _Fate(self._clock())
+        session.record = _PushRecord(self._clock())
         session.awaits_reply = True
         session.is_settled = False
         slot = session.end.gradient_slot(header)
         if header.void or not usable(slot.values):
             session.gradient = None
-            session.fate.outcome = REJECTED
+            session.record.outcome = REJECTED
         else:
             mask = slot.mask.tolist() if header.masked else None
             session.gradient = Gradient(
@@ -486,10 +491,10 @@ class Server:
         if self._budget is not None and self.shard.version >= self._budget:
             raise ConnectionClosedError("the run has all of its updates", over=True)
         if session.push.epoch != self.epoch:
-            session.fate.outcome = STALE
+            session.record.outcome = STALE
             return [Reply(session.worker)]
         if not self.shard.ledger.claim(session.worker, session.incarnation, sequence):
-            session.fate.outcome = DUPLICATE
+            session.record.outcome = DUPLICATE
             return [Reply(session.worker)]
         base_version = session.push.base_version
         return self.discipline.on_push(
@@ -503,7 +508,7 @@ class Server:
             elif isinstance(action, Reply):
                 self._make_reply(self._sessions[action.worker])
             elif isinstance(action, Drop):
-                self._sessions[action.push.worker].fate.outcome = DROPPED
+                self._sessions[action.push.worker].record.outcome = DROPPED
 
     def _apply(self, sessions: Sequence[_Session]) -> None:
         """One update out of what these sessions pushed, and what became of each of them; a refused
@@ -513,13 +518,13 @@ class Server:
         else:
             with sessions[0].applying:
                 self._make_update(sessions)
-        if self._wishes:
-            self._grant_wishes()
+        if self._requests:
+            self._take_snapshots()
 
     def _make_update(self, sessions: Sequence[_Session]) -> None:
         if self._budget is not None and self.shard.version >= self._budget:
             for session in sessions:  # it was accepted together with the last one
-                session.fate.outcome = DROPPED
+                session.record.outcome = DROPPED
                 self._settle(session)
             return
         gradients = [s.gradient for s in sessions if s.gradient is not None]
@@ -527,32 +532,32 @@ class Server:
         applied_s = self._clock()
         for session in sessions:
             if version is not None and session.gradient is not None:
-                fate = session.fate
-                fate.outcome = APPLIED
-                fate.version = version
-                fate.staleness = version - 1 - session.push.base_version
-                fate.applied_s = applied_s
-                self.recent_staleness.append(fate.staleness)
+                record = session.record
+                record.outcome = APPLIED
+                record.version = version
+                record.staleness = version - 1 - session.push.base_version
+                record.applied_s = applied_s
+                self.recent_staleness.append(record.staleness)
             self._settle(session)
 
     def _settle(self, session: _Session) -> None:
         if session.is_settled:
             return
         session.is_settled = True
-        sequence, outcome = session.push.sequence, session.fate.outcome
+        sequence, outcome = session.push.sequence, session.record.outcome
         self.shard.ledger.settle(session.worker, session.incarnation, sequence, outcome)
 
     def _make_reply(self, session: _Session) -> None:
         """Put the newest parameters into the session's slot, and make the header that goes with
         them; its own thread sends both."""
-        slot, fate = session.end.reply_slot, session.fate
-        version, fate.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
+        slot, record = session.end.reply_slot, session.record
+        version, record.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
         if session.base is not None:
             session.base = slot.values.clone()  # the gradient that is under way has the former one
-        if fate.outcome == DROPPED:  # and answered; one whose worker is gone may come again
+        if record.outcome == DROPPED:  # and answered; one whose worker is gone may come again
             self._settle(session)
         sequence = session.push.sequence
-        session.reply = ReplyHeader(sequence, version, fate.outcome, self.epoch, self._draining)
+        session.reply = ReplyHeader(sequence, version, record.outcome, self.epoch, self._draining)
         if session.reply_made is not None:
             session.reply_made.notify()
 
@@ -560,7 +565,7 @@ class Server:
         """Send the reply, if it is made; only ever called by the session's own thread."""
         if session.reply is not None:
             session.end.send(session.reply)
-            session.fate.replied_s = self._clock()
+            session.record.replied_s = self._clock()
             session.reply = None
             session.awaits_reply = False
 
@@ -576,32 +581,32 @@ class Server:
                     self._carry_out(self.discipline.on_leave(session.worker))
                     break
         self._send_reply(session)
-        if session.fate.outcome == ACCEPTED:  # stopped before its round was full
-            session.fate.outcome = DROPPED
+        if session.record.outcome == ACCEPTED:  # stopped before its round was full
+            session.record.outcome = DROPPED
 
     def _record(self, session: _Session) -> None:
         push = session.push
-        if session.fate.outcome == REJECTED:
+        if session.record.outcome == REJECTED:
             self._log.warning(
                 "refused a gradient of worker %d (batch %d): not finite, or far too large",
                 session.worker,
                 push.batch,
             )
         session_of = (session.worker, session.incarnation)
-        self._events.record_line(_push_line, self.index, session_of, push, session.fate)
+        self._events.record_line(_push_line, self.index, session_of, push, session.record)
 
 
-def _push_line(shard: int, session: tuple[int, int], push: PushHeader, fate: _Fate) -> str:
+def _push_line(shard: int, session: tuple[int, int], push: PushHeader, record: _PushRecord) -> str:
     """A push's event. There are more of them than of any other, so that it is not put together by
     json."""
     worker, incarnation = session
     return (
         f'{{"kind": "push", "shard": {shard}, "worker": {worker}, "incarnation": {incarnation}, '
         f'"sequence": {push.sequence}, "batch": {push.batch}, '
-        f'"base_version": {push.base_version}, "outcome": "{fate.outcome}", '
-        f'"version": {_json(fate.version)}, "staleness": {_json(fate.staleness)}, '
-        f'"mixed": {_json(fate.mixed)}, "received_s": {fate.received_s:.6f}, '
-        f'"applied_s": {_seconds(fate.applied_s)}, "replied_s": {_seconds(fate.replied_s)}}}'
+        f'"base_version": {push.base_version}, "outcome": "{record.outcome}", '
+        f'"version": {_json(record.version)}, "staleness": {_json(record.staleness)}, '
+        f'"mixed": {_json(record.mixed)}, "received_s": {record.received_s:.6f}, '
+        f'"applied_s": {_seconds(record.applied_s)}, "replied_s": {_seconds(record.replied_s)}}}'
     )
 
 
@@ -611,16 +616,6 @@ def _json(value: int | bool | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "null" if value is None else f"{value:.6f}"
-
-
-def describe_state(state: ShardState) -> Message:
-    """A shard's state as a message; its tensors travel beside it."""
-    return {"version": state.version, "accounts": accounts_to_json(state.accounts)}
-
-
-def state_from(message: Message, tensors: Mapping[str, Tensor]) -> ShardState:
-    accounts = accounts_from(message["accounts"])
-    return ShardState(version=message["version"], tensors=dict(tensors), accounts=accounts)
 
 
 def _cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:

@@ -1,0 +1,304 @@
+"""What is asked of a server over a connection for calls: each call once, with its way into a
+message and out of it.
+
+By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish; by an evaluator: Newest. A
+`Server` answers them. Where roles are started by hand there are others, which `Bootstrap` answers.
+A message is what JSON can say, with tensors beside it; `ask` is the call's name in it.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from offbeat.errors import ConnectionClosedError
+from offbeat.ledger import accounts_from, accounts_to_json
+from offbeat.shard import ShardState
+from offbeat.transport.base import Message
+
+Tensors = Mapping[str, Tensor]
+EVENTS = "events/"
+"""What the names of tensors begin with that are lines of events, before the name of their file."""
+
+
+class Call:
+    """The base of them all. Fields that are None are left out of the message."""
+
+    ask: ClassVar[str]
+
+    def message(self) -> Message:
+        return {"ask": self.ask, **_given(self)}
+
+    def tensors(self) -> Tensors:
+        return {}
+
+    @classmethod
+    def read(cls, message: Message, tensors: Tensors) -> Self:
+        """Raises a TypeError where the message is another one's."""
+        return cls(**_fitting(cls, message))
+
+
+# -- by the master ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AskStatus(Call):
+    """How is the server? `got`: what of a server's events is there already (see Brought)."""
+
+    ask = "status"
+    got: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Load(Call):
+    """Go on from this state."""
+
+    ask = "load"
+    state: ShardState
+
+    def message(self) -> Message:
+        return {"ask": self.ask, "state": describe_state(self.state)}
+
+    def tensors(self) -> Tensors:
+        return self.state.tensors
+
+    @classmethod
+    def read(cls, message: Message, tensors: Tensors) -> Self:
+        return cls(state_from(message["state"], tensors))
+
+
+@dataclass(frozen=True)
+class Want(Call):
+    """Keep a snapshot of the first version from this one on; the status says when it is ready."""
+
+    ask = "want"
+    version: int
+
+
+@dataclass(frozen=True)
+class Take(Call):
+    """Hand over the snapshot that was wanted, and is ready."""
+
+    ask = "take"
+
+
+@dataclass(frozen=True)
+class Drain(Call):
+    """Have every worker leave after the step that it is at."""
+
+    ask = "drain"
+
+
+@dataclass(frozen=True)
+class LeaveOut(Call):
+    """Wait no longer for those of these workers that are not there."""
+
+    ask = "leave_out"
+    workers: list[int]
+
+
+@dataclass(frozen=True)
+class Finish(Call):
+    """The run is over; `got` as in AskStatus."""
+
+    ask = "finish"
+    reason: str
+    got: list[Any] | None = None
+
+
+# -- by an evaluator -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Newest(Call):
+    """What has the newest checkpoint to score, where it is newer than `after`? A server that was
+    started by hand stays for `who` asks, for a while, until it says Leave."""
+
+    ask = "newest"
+    after: int
+    who: str | None = None
+
+
+# -- where roles are started by hand ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class About(Call):
+    """Which version, which run, who is here?"""
+
+    ask = "about"
+
+
+@dataclass(frozen=True)
+class Configure(Call):
+    """The master says what the run is. `life` is another one for every process that is the master;
+    `epochs` are what the servers are to call their next lives."""
+
+    ask = "configure"
+    run: str
+    life: str
+    config: dict[str, Any]
+    facts: dict[str, Any]
+    agreement: dict[str, Any]
+    epochs: list[int]
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class AskConfig(Call):
+    """What is the run, and which incarnation is the worker of this rank? With `join`: which rank is
+    one more than the cluster lists?"""
+
+    ask = "config"
+    rank: int | None = None
+    join: bool | None = None
+
+
+@dataclass(frozen=True)
+class SendEvents(Call):
+    """Lines for the file of this name in the run's folder; `source` sent `before` bytes before."""
+
+    ask = "events"
+    name: str
+    source: str
+    before: int
+    lines: Tensor
+
+    def message(self) -> Message:
+        return {key: value for key, value in super().message().items() if key != "lines"}
+
+    def tensors(self) -> Tensors:
+        return {"lines": self.lines}
+
+    @classmethod
+    def read(cls, message: Message, tensors: Tensors) -> Self:
+        return cls(**_fitting(cls, {**message, **tensors}))
+
+
+@dataclass(frozen=True)
+class Release(Call):
+    """The master has all that there is to have."""
+
+    ask = "release"
+
+
+@dataclass(frozen=True)
+class Leave(Call):
+    """Nobody needs to stay for this evaluator."""
+
+    ask = "leave"
+    who: str
+
+
+@dataclass(frozen=True)
+class TellFailure(Call):
+    """A worker's loss is no number any more."""
+
+    ask = "failed"
+    line: str
+
+
+CALLS: dict[str, type[Call]] = {call.ask: call for call in Call.__subclasses__()}
+
+
+def read_call(message: Message, tensors: Tensors) -> Call:
+    kind = CALLS.get(str(message.get("ask")))
+    if kind is None:
+        raise ConnectionClosedError(f"a server was asked for something unknown: {message}")
+    try:
+        return kind.read(message, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConnectionClosedError(
+            f"a server was asked {kind.ask!r} in a way that makes no sense: {error}", refused=True
+        ) from error
+
+
+def is_a(kind: type[Call], message: Message) -> bool:
+    return message.get("ask") == kind.ask
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A server, as it describes itself."""
+
+    version: int
+    epoch: int
+    loaded: bool
+    finished: frozenset[int]
+    present: frozenset[int]
+    awaited: frozenset[int]
+    """Workers that its discipline counts on, and that did not come yet."""
+    ready: bool
+    staleness: list[int]
+
+    def message(self) -> Message:
+        sets = {key: sorted(getattr(self, key)) for key in ("finished", "present", "awaited")}
+        return {**dataclasses.asdict(self), **sets}
+
+    @classmethod
+    def read(cls, message: Message) -> "Status":
+        sets = {key: frozenset(message[key]) for key in ("finished", "present", "awaited")}
+        return cls(**{**message, **sets})
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What comes along with an answer to AskStatus and Finish from a server that was started by
+    hand: lines of events for the run's folder, so that they cost no calls of their own. `number`
+    tells an answer that comes again; what the master has it says as `got`."""
+
+    number: list[Any]
+    lines: dict[str, Tensor]
+    """By the name of the file that they belong to."""
+    failures: list[str]
+
+    def add_to(self, answer: Message) -> tuple[Message, Tensors]:
+        message = {**answer, "relay": self.number, "failures": self.failures}
+        return message, {EVENTS + name: lines for name, lines in self.lines.items()}
+
+    @classmethod
+    def take_from(cls, answer: Message, tensors: dict[str, Tensor]) -> "Brought | None":
+        """None: this answer brings nothing. Leaves the rest of it in its place."""
+        names = [key for key in tensors if key.startswith(EVENTS)]
+        lines = {key.removeprefix(EVENTS): tensors.pop(key) for key in names}
+        number, failures = answer.pop("relay", None), answer.pop("failures", [])
+        return None if number is None else cls(number, lines, [str(line) for line in failures])
+
+
+def describe_state(state: ShardState) -> Message:
+    """A shard's state as a message; its tensors travel beside it."""
+    return {"version": state.version, "accounts": accounts_to_json(state.accounts)}
+
+
+def state_from(message: Message, tensors: Tensors) -> ShardState:
+    accounts = accounts_from(message["accounts"])
+    return ShardState(version=message["version"], tensors=dict(tensors), accounts=accounts)
+
+
+def _given(call: Call) -> dict[str, Any]:
+    found = {field: getattr(call, field) for field in typing.get_type_hints(type(call))}
+    return {key: value for key, value in found.items() if key != "ask" and value is not None}
+
+
+def _fitting(kind: type[Call], message: Mapping[str, Any]) -> dict[str, Any]:
+    """What a message has of a call's fields; a TypeError where one is of another type."""
+    found = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if name != "ask" and name in message:
+            if not isinstance(message[name], _kinds(hint)):
+                raise TypeError(f"{name} is {message[name]!r}")
+            found[name] = message[name]
+    return found
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(each) or each for each in hints)
+    return (*kinds, int) if float in kinds else kinds
