@@ -12,6 +12,7 @@ from offbeat.job import Job
 from offbeat.progress import Status
 from offbeat.roles.context import Progress
 from offbeat.roles.evaluator import metric_name
+from offbeat.roles.run import mean
 
 REFRESH_S = 0.1
 """How often a person is shown how far a run is."""
@@ -58,12 +59,6 @@ class Engine(ABC):
         if self.failures:
             return "failed"
         return "interrupted" if self.interrupted else "finished"
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def score_of(evaluator: Progress) -> tuple[int, float] | None:

@@ -331,8 +331,8 @@ class Master:
         long for its step has not done it."""
         for server in self._servers:
             server.drain()
-        deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        while time.monotonic() < deadline_s:
+        deadline_s = self._clock() + STOP_TIMEOUT_S
+        while self._clock() < deadline_s:
             statuses = [server.status() for server in self._servers]
             if not any(status.present - status.finished for status in statuses):
                 return
@@ -379,9 +379,9 @@ class Master:
     def _snapshots_now(self) -> list[ShardState]:
         for server in self._servers:
             server.want(0)
-        deadline_s = time.monotonic() + CALL_TIMEOUT_S
+        deadline_s = self._clock() + CALL_TIMEOUT_S
         while not all(server.status().ready for server in self._servers):  # lock-free: in a moment
-            if time.monotonic() > deadline_s:
+            if self._clock() > deadline_s:
                 raise ConnectionClosedError("a server does not come to take its snapshot")
             threading.Event().wait(POLL_S / 10)
         return [server.take() for server in self._servers]

@@ -42,7 +42,7 @@ from offbeat.roles.calls import (
 )
 from offbeat.roles.context import Context, Say, SentRecords
 from offbeat.roles.evaluator import CheckpointSource, Found, Look, evaluate, metric_name
-from offbeat.roles.run import make_role, run_role
+from offbeat.roles.run import Role, make_role, run_role
 from offbeat.transport.base import CallEnd, Layout, Message, keep_trying
 from offbeat.transport.sockets import EVENT_BYTES, SocketNetwork
 from offbeat.transport.terms import Terms
@@ -168,15 +168,7 @@ def run_worker(
         connect_timeout_s=start_timeout_s,
     )
     role = make_role(context, "worker", rank)
-    failure: BaseException | None = None
-    with _Flushing(records):
-        try:
-            role.run()
-        except StepError as error:  # whoever started it by hand has its step before his eyes
-            failure = error.__cause__
-            if isinstance(failure, NonFiniteLossError):
-                _tell_of_failure(network, in_a_line(failure))
-    if failure is not None:
+    if (failure := _run(role, records, network)) is not None:
         raise failure if stop.is_set() else _with_patience(failure, start_timeout_s)
     done = role.progress()
     say(f"worker {rank} is through after {done['steps']} steps")
@@ -190,6 +182,18 @@ def run_worker(
         metric_name=metric_name(job.recipe),
         metric=metric,
     )
+
+
+def _run(role: Role, records: SentRecords, network: SocketNetwork) -> BaseException | None:
+    """What the worker failed with, if it did; the master is told of a loss that is no number."""
+    with _Flushing(records):
+        try:
+            role.run()
+        except StepError as error:
+            if isinstance(error.__cause__, NonFiniteLossError):
+                _tell_of_failure(network, in_a_line(error.__cause__))
+            return error.__cause__
+    return None
 
 
 def _with_patience(error: BaseException, start_timeout_s: float) -> BaseException:

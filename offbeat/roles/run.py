@@ -80,7 +80,7 @@ class ServerRole(Role):
 
     def progress(self) -> Progress:
         server = self.server
-        return {"ready": server.loaded.is_set(), "staleness": _mean(list(server.recent_staleness))}
+        return {"ready": server.loaded.is_set(), "staleness": mean(list(server.recent_staleness))}
 
 
 class WorkerRole(Role):
@@ -175,7 +175,7 @@ class MasterRole(Role):
             **self._rank_0.progress(),
             "opened": bool(seen),
             "version": max((status.version for status in seen), default=0),
-            "staleness": _mean([n for status in seen for n in status.staleness]),
+            "staleness": mean([n for status in seen for n in status.staleness]),
         }
 
     def _keep_books(self) -> None:
@@ -266,6 +266,7 @@ _KINDS: dict[str, Callable[[Context, int], Role]] = {
 }
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return sum(found) / len(found) if found else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
