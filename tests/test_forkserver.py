@@ -253,6 +253,7 @@ def test_a_fork_server_that_hangs_is_replaced(
     assert start("token", server=own).end() == 0
 
 
+@pytest.mark.slow
 def test_threads_that_do_not_end_for_a_fork_make_it_unfit(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -319,6 +319,7 @@ def test_a_run_that_is_stopped_before_its_first_step_says_what_is_true(start: St
     assert leftovers(run.run_dir) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_again(start: Start) -> None:
     run = start("--steps", "60", "--eval-every", "0")
     assert run.wait() == 0

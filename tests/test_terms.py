@@ -4,8 +4,10 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from offbeat.transport.terms import (
     NONCE_BYTES,
     TOKEN_VARIABLE,
     Terms,
+    TlsSocket,
     load_terms,
 )
 from offbeat.transport.wire import (
@@ -347,3 +350,17 @@ def test_a_server_that_stops_does_not_wait_for_a_silent_stranger(server_tls: boo
         closing_s = time.monotonic()
     assert time.monotonic() - closing_s < acceptor.HELLO_TIMEOUT_S / 2
     assert hellos == []
+
+
+def test_a_socket_whose_other_end_is_gone_is_closed_and_not_left_half_made() -> None:
+    """The socket that wrap_socket was making would else be open until it is collected."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()  # at once, as when a process is killed
+    assert select.select([ours], [], [], 5)[0], "it has heard of it"
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with ours, pytest.raises(OSError, match="reset"):
+        TlsSocket(ours, ssl.create_default_context(), "localhost")
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors - 1

@@ -236,6 +236,17 @@ def _secure(
         raise connection.lost(f"no TLS connection: {reason}", refused=refused) from error
 
 
+def _close_half_made(error: OSError) -> None:
+    """Where the other end is gone, wrap_socket leaves the socket that it was making open, and only
+    the frames that the error came through still know it."""
+    trace = error.__traceback__
+    while trace is not None:
+        made = trace.tb_frame.f_locals.get("self")
+        if isinstance(made, ssl.SSLSocket):
+            made.close()
+        trace = trace.tb_next
+
+
 class TlsSocket:
     """What `Connection` needs of a socket, over TLS.
 
@@ -245,13 +256,16 @@ class TlsSocket:
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str | None) -> None:
         sock.setblocking(False)
-        sock.getpeername()  # where the other end is gone: wrap_socket would not close it
-        self._tls = context.wrap_socket(
-            sock,
-            server_side=host is None,
-            server_hostname=host,
-            do_handshake_on_connect=False,
-        )
+        try:
+            self._tls = context.wrap_socket(
+                sock,
+                server_side=host is None,
+                server_hostname=host,
+                do_handshake_on_connect=False,
+            )
+        except OSError as error:
+            _close_half_made(error)
+            raise
         self._lock = threading.Lock()
         self._unfinished = b""
         """A record that the network did not take yet: nothing else may be sent before it."""
