@@ -9,6 +9,7 @@ configuration, flags and reports read it from there. Imports no torch.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,12 +137,16 @@ def find(source: str, built_in: Mapping[str, type[Kind]], base: type[Any], what:
         module = _import_once(Path(module_name).absolute(), what)
     else:
         module = import_module(module_name, ConfigError)
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        known = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, base)]
-        hint = nearest(class_name, [k for k in known if k != base.__name__])
+    known = {k: v for k, v in vars(module).items() if _is_usable(v, base)}
+    if class_name not in known:
+        hint = nearest(class_name, known) if known else f"there is no {what} in it"
         raise ConfigError(f"{module_name} has no {what} {class_name!r}; {hint}")
+    found: type[Kind] = known[class_name]
     return found
+
+
+def _is_usable(value: Any, base: type[Any]) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and not inspect.isabstract(value)
 
 
 @functools.cache

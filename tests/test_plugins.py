@@ -129,6 +129,8 @@ def test_a_label_says_what_is_not_understood_by_itself(text: str, label: str) ->
     [
         (f"{__name__}:Pears", "did you mean 'Pairs'"),
         (f"{__name__}:Fresh", "has no discipline 'Fresh'"),
+        ("math:floor", "there is no discipline in it"),
+        ("offbeat.disciplines:Discipline", "has no discipline 'Discipline'; known: ApplyReply"),
         (f"{__name__}:Pairs:0", "size must be 1, 2, 3, ... or inf, not 0"),
         (f"{__name__}:Pairs:x", "size must be a number, not 'x'"),
         (f"{__name__}:Pairs:pauze=1", "did you mean 'pause'"),
