@@ -168,6 +168,7 @@ def evaluate(
         stop=threading.Event(),
         scored=scored,
         warn=log.warning,
+        clock=time.monotonic,
     )
     threads_before = torch.get_num_threads()
     try:

@@ -44,6 +44,7 @@ from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConnectionClosedError, RunError
 from offbeat.events import EventLog, read_events
 from offbeat.job import Facts, Job, make_job, rejoin_job
+from offbeat.ledger import Ledger
 from offbeat.optim import SGD
 from offbeat.recipes import alexnet
 from offbeat.recipes import mnist_sigmoid as sigmoid
@@ -202,7 +203,7 @@ def _open_server(listener: Listener, num_elements: int) -> Iterator[EventLog]:
     events = EventLog(Path(os.devnull))
     server = Server(
         Shard(torch.zeros(num_elements), [Segment(0, 0, 0, num_elements)], SGD(lr=LR)),
-        ApplyReply([0]),
+        Ledger(ApplyReply([0])),
         listener,
         index=0,
         agreement=_HELLO,

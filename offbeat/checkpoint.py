@@ -19,9 +19,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from offbeat.accounts import Accounts, accounts_from, accounts_to_json, joined
 from offbeat.errors import CheckpointError
 from offbeat.flat import Manifest
-from offbeat.ledger import Accounts, accounts_from, accounts_to_json, joined
 from offbeat.shard import PER_SEGMENT, ShardState, partition, tensors_in
 
 FORMAT = 2

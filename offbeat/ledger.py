@@ -1,163 +1,326 @@
-"""What became of every gradient that a shard was sent: the ledger of one server.
+"""What one server decides and remembers: who is there, and what becomes of every push.
 
-A worker counts its pushes from 1, and pushes each of them once to every shard. So what a shard does
-not know of is what it lost: it was started again from a checkpoint that did not have it, or the
-push had only reached other shards when its worker died. For every shard and worker
+It is told what happened, when, and at which version the shard is, and answers with actions, as the
+disciplines do, one of which it asks:
 
-    the gradients pushed  ==  applied + dropped + rejected + lost
+    Apply(pushes)      make one update out of those of these that `take_part` returns
+    Reply(worker)      send this worker the newest parameters
+    Dismiss(reason)    send away the worker whose push this answers: the run is over
+    Snapshot(request)  keep a copy of the shard as it is now
 
-always, and a checkpoint carries the accounts along. There is no thread, socket, clock or tensor in
-this file; the server calls it, and calls it for one event of a worker at a time.
+There is no thread, socket, clock or tensor in this file. roles/sessions.py carries the actions out
+for live workers; whoever has a virtual clock, and counts updates instead of making them, drives the
+very same code (tests/test_ledger.py does).
 
-    ledger = Ledger()
-    ledger.claim(0, 0, sequence=1), ledger.settle(0, 0, 1, APPLIED)
-    ledger.accounts[0].applied
+    ledger = Ledger(ApplyReply([0]))
+    ledger.join(0, incarnation=0)
+    actions = ledger.push(record := PushRecord(0, 0, sequence=1), version=0)
+    ledger.take_part(actions[0].pushes, version=0), ledger.applied(actions[0].pushes, 1, now=0.5)
+
+Where the discipline is not `locked`, pushes of different workers may come from different threads at
+the same time: what they change here is each worker's own. Who comes and goes is told one at a time.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-ACCEPTED = "accepted"
-APPLIED = "applied"
-DROPPED = "dropped"
-REJECTED = "rejected"
-DUPLICATE = "duplicate"
-STALE = "stale"
-OUTCOMES = (ACCEPTED, APPLIED, DROPPED, REJECTED, DUPLICATE, STALE)
-"""What a server says of a push. Accepted will be applied; stale was meant for an earlier epoch."""
-LOST = "lost"
+from offbeat.accounts import (
+    ACCEPTED,
+    APPLIED,
+    DROPPED,
+    DUPLICATE,
+    STALE,
+    Account,
+    AccountBook,
+    Accounts,
+    copied,
+)
+from offbeat.disciplines import Action as DisciplineAction
+from offbeat.disciplines import Apply, Discipline, Drop, Push, Reply
+
+RECENT = 256
+"""Of so many gradients the staleness is remembered, for whoever looks on."""
 
 
 @dataclass(slots=True)
-class Account:
-    """One worker's gradients in one shard."""
+class PushRecord:
+    """One push, and what becomes of it. It is known by worker, incarnation and sequence."""
+
+    worker: int
+    incarnation: int
+    sequence: int
+    batch: int = 0
+    base_version: int = 0
+    """The version of the shard that its gradient was computed on."""
+    epoch: int = 0
+    """Of the server that it was meant for."""
+    received_s: float = 0.0
+    outcome: str = ACCEPTED
+    """A gradient that is no usable number begins as rejected."""
+    version: int | None = None
+    """The one that it made."""
+    staleness: int | None = None
+    mixed: bool = False
+    """Its reply was read while an update was under way."""
+    applied_s: float | None = None
+    replied_s: float | None = None
+    is_settled: bool = False
+    """The worker's account has it."""
+
+    def event_line(self, shard: int) -> str:
+        """Its event. There are more of them than of any other, so that it is not put together by
+        json."""
+        return (
+            f'{{"kind": "push", "shard": {shard}, "worker": {self.worker}, '
+            f'"incarnation": {self.incarnation}, "sequence": {self.sequence}, '
+            f'"batch": {self.batch}, "base_version": {self.base_version}, '
+            f'"outcome": "{self.outcome}", "version": {_json(self.version)}, '
+            f'"staleness": {_json(self.staleness)}, "mixed": {_json(self.mixed)}, '
+            f'"received_s": {self.received_s:.6f}, "applied_s": {_seconds(self.applied_s)}, '
+            f'"replied_s": {_seconds(self.replied_s)}}}'
+        )
+
+
+@dataclass(eq=False, slots=True)
+class SnapshotRequest:
+    """The master wants a snapshot at the first version that is not below this one."""
+
+    at_version: int
+    snapshot: Any = None
+    """What was kept for it; nobody looks into it here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    request: SnapshotRequest
+
+
+Action = Apply | Reply | Dismiss | Snapshot
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that is connected."""
 
     incarnation: int
-    """The worker's that pushed last."""
-    sequence: int
-    """The worker's last push that is settled: where its successor goes on."""
-    applied: int = 0
-    dropped: int = 0
-    rejected: int = 0
-    lost: int = 0
-
-    @property
-    def gradients(self) -> int:
-        return self.applied + self.dropped + self.rejected + self.lost
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {
-            APPLIED: self.applied,
-            DROPPED: self.dropped,
-            REJECTED: self.rejected,
-            LOST: self.lost,
-        }
-
-    def to_json(self) -> list[int]:
-        return list(astuple(self))
-
-
-Accounts = dict[int, Account]
-"""By the worker's rank."""
+    is_finished: bool = False
+    """It has said that its work is done, and waits for the end of the run."""
+    num_heard: int = 0
+    heard_s: float = 0.0
+    """When it was first seen that so many messages had come of it."""
 
 
 class Ledger:
-    """The accounts of one shard, and which pushes were claimed."""
+    """`discipline` belongs to the ledger from here on."""
 
-    def __init__(self) -> None:
-        self.accounts: Accounts = {}
-        self._claimed: dict[int, tuple[int, int]] = {}
-        self._heard: set[int] = set()
-        """Whose pushes were settled since the ledger was loaded."""
+    def __init__(
+        self, discipline: Discipline, *, epoch: int = 0, budget: int | None = None
+    ) -> None:
+        """`epoch`: how often the server was started before. `budget`: after so many updates no
+        gradient is taken any more, and workers are told that the run is over."""
+        self.discipline = discipline
+        self.epoch = epoch
+        self.budget = budget
+        self.members: dict[int, Member] = {}
+        self.finished: set[int] = set()
+        """Workers that are through, whether or not they are still connected."""
+        self.is_draining = False
+        """Workers are to take no further step."""
+        self.is_closing = False
+        """The server is being stopped: a round that this cuts off is not closed."""
+        self.request: SnapshotRequest | None = None
+        """The newest one, until it is taken."""
+        self.recent_staleness: deque[int] = deque(maxlen=RECENT)
+        self._book = AccountBook()
+        self.under_way: dict[int, PushRecord] = {}
+        """Each worker's last push."""
+        self._unmet: list[SnapshotRequest] = []
+        """The newest request, until it is met."""
+
+    # -- accounts ------------------------------------------------------------------------------
 
     def load(self, accounts: Mapping[int, Account]) -> None:
-        self.accounts = copied(accounts)
-        self._claimed.clear()
-        self._heard.clear()
+        """Go on from a checkpoint's accounts. Workers that were through come again, and say so."""
+        self._book.load(accounts)
 
-    def admit(self, worker: int) -> int:
-        """A worker comes, and nothing of it is under way: whatever it pushed before is settled, or
-        will never be. Returns the sequence of its last push that is."""
-        account = self.accounts.get(worker)
-        at = (-1, 0) if account is None else (account.incarnation, account.sequence)
-        self._claimed[worker] = at
-        return at[1]
+    @property
+    def accounts(self) -> Mapping[int, Account]:
+        return self._book.accounts
 
-    def claim(self, worker: int, incarnation: int, sequence: int) -> bool:
-        """Whether this push is new; from now on it is not."""
-        if (incarnation, sequence) <= self._claimed.get(worker, (-1, -1)):
-            return False
-        account = self.accounts.get(worker)
-        if account is not None and sequence <= account.sequence:
-            return False  # it is in, whichever process pushed it
-        self._claimed[worker] = (incarnation, sequence)
-        return True
+    def copy_accounts(self) -> Accounts:
+        return copied(self._book.accounts)
 
-    def settle(self, worker: int, incarnation: int, sequence: int, outcome: str) -> None:
-        """A claimed push was applied, or dropped or rejected and answered."""
-        account = self._up_to(worker, incarnation, sequence - 1)
-        account.incarnation, account.sequence = incarnation, sequence
-        if outcome == APPLIED:
-            account.applied += 1
-        elif outcome == DROPPED:
-            account.dropped += 1
-        else:
-            assert outcome == REJECTED, outcome
-            account.rejected += 1
+    # -- who is there --------------------------------------------------------------------------
 
-    def finish(self, worker: int, incarnation: int, sequence: int) -> None:
-        """The worker's work is done, and `sequence` was its last push."""
-        self._up_to(worker, incarnation, sequence)
+    def is_outdated(self, worker: int, incarnation: int) -> bool:
+        """Whether a newer process of this worker is here already."""
+        member = self.members.get(worker)
+        return member is not None and incarnation < member.incarnation
 
-    def _up_to(self, worker: int, incarnation: int, sequence: int) -> Account:
-        """The worker's account, with everything up to `sequence` accounted for. What is missing was
-        lost; but a process that skips a push of its own, to a server that lives, found that it had
-        come too late (its connection broke, and meanwhile the round was closed)."""
-        account = self.accounts.get(worker)
-        if account is None:
-            account = self.accounts[worker] = Account(incarnation, 0)
-        if account.sequence < sequence:
-            missing = sequence - account.sequence
-            if worker in self._heard and incarnation == account.incarnation:
-                account.dropped += missing
+    def join(self, worker: int, incarnation: int, now: float = 0.0) -> tuple[int, Sequence[Action]]:
+        """A worker comes, and no former connection of it is left. Returns the last of its pushes
+        that is settled, after which it goes on."""
+        self.members[worker] = Member(incarnation, heard_s=now)
+        self.finished.discard(worker)
+        settled = self._book.admit(worker)
+        return settled, self._note(self.discipline.on_join(worker))
+
+    def finish(self, worker: int, sequence: int) -> Sequence[Action]:
+        """The worker has done all of its steps, `sequence` the last: nobody waits for it."""
+        member = self.members[worker]
+        member.is_finished = True
+        self._book.finish(worker, member.incarnation, sequence)
+        self.finished.add(worker)
+        return self._note(self.discipline.on_leave(worker))
+
+    def vanish(self, worker: int) -> Sequence[Action]:
+        """A worker that waits for its reply is not there any more; it will `leave`."""
+        return self._note(self.discipline.on_leave(worker))
+
+    def leave(self, worker: int) -> Sequence[Action]:
+        """A worker's connection has ended."""
+        member = self.members.pop(worker)
+        if self.is_closing or member.is_finished:
+            return ()
+        return self._note(self.discipline.on_leave(worker))
+
+    def leave_out(self, workers: Sequence[int]) -> Sequence[Action]:
+        """Wait no longer for those of these workers that are not here."""
+        actions: list[Action] = []
+        for worker in workers:
+            if worker not in self.members:
+                actions += self._note(self.discipline.on_leave(worker))
+        return actions
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Workers that are waited for, and are not here."""
+        return frozenset(self.discipline.present - set(self.members))
+
+    def silent_s(self, worker: int, num_heard: int, now: float) -> float:
+        """For how long nothing has come of a worker, of whom so many messages have come so far."""
+        member = self.members[worker]
+        if num_heard != member.num_heard:
+            member.num_heard, member.heard_s = num_heard, now
+        return now - member.heard_s
+
+    # -- one push ------------------------------------------------------------------------------
+
+    def push(self, record: PushRecord, version: int) -> Sequence[Action]:
+        """A gradient has come."""
+        if self.budget is not None and version >= self.budget:
+            return (Dismiss("the run has all of its updates"),)
+        self.under_way[record.worker] = record
+        if record.epoch != self.epoch:
+            record.outcome = STALE
+            return (Reply(record.worker),)
+        if not self._book.claim(record.worker, record.incarnation, record.sequence):
+            record.outcome = DUPLICATE
+            return (Reply(record.worker),)
+        push = Push(record.worker, record.sequence, record.base_version, version)
+        return self._note(self.discipline.on_push(push))
+
+    def take_part(self, pushes: Sequence[Push], version: int) -> list[PushRecord]:
+        """Which of these make the update: none where the budget was spent meanwhile, and not those
+        that were rejected."""
+        records = [self.under_way[push.worker] for push in pushes]
+        if self.budget is not None and version >= self.budget:
+            for record in records:
+                record.outcome = DROPPED
+            return []
+        return [record for record in records if record.outcome == ACCEPTED]
+
+    def applied(self, pushes: Sequence[Push], version: int | None, now: float) -> None:
+        """The update was made, and is this version; None: nobody took part."""
+        for push in pushes:
+            record = self.under_way[push.worker]
+            if version is not None and record.outcome == ACCEPTED:
+                record.outcome = APPLIED
+                record.version = version
+                record.staleness = version - 1 - record.base_version
+                record.applied_s = now
+                self.recent_staleness.append(record.staleness)
+            self._settle(record)
+
+    def replied(self, record: PushRecord) -> None:
+        """The reply to it is made. Only then is a dropped one settled: one whose worker is gone may
+        come again."""
+        if record.outcome == DROPPED:
+            self._settle(record)
+
+    def abandon(self, record: PushRecord) -> None:
+        """Nothing more will become of it: the server was stopped before its round was full."""
+        if record.outcome == ACCEPTED:
+            record.outcome = DROPPED
+
+    def tick(self, now: float) -> Sequence[Action]:
+        return self._note(self.discipline.on_tick(now))
+
+    def _settle(self, record: PushRecord) -> None:
+        if not record.is_settled:
+            record.is_settled = True
+            self._book.settle(record.worker, record.incarnation, record.sequence, record.outcome)
+
+    def _note(self, actions: Sequence[DisciplineAction]) -> Sequence[Action]:
+        """Write down what is dropped; the rest is for whoever carries actions out."""
+        kept: list[Action] = []
+        for action in actions:
+            if isinstance(action, Drop):
+                self.under_way[action.push.worker].outcome = DROPPED
             else:
-                account.lost += missing
-            account.sequence = sequence
-        self._heard.add(worker)
-        return account
+                kept.append(action)
+        return kept
+
+    # -- snapshots -----------------------------------------------------------------------------
+
+    def want(self, at_version: int, version: int) -> Sequence[Action]:
+        """The master wants a snapshot; an earlier request that was not met is forgotten."""
+        self.request = SnapshotRequest(at_version)
+        self._unmet = [self.request]
+        return self.due(version)
+
+    @property
+    def is_request_met(self) -> bool:
+        return self.request is not None and self.request.snapshot is not None
+
+    def take(self) -> Any:
+        """What was kept for the newest request, once; None: there is nothing."""
+        request = self.request
+        if request is None or request.snapshot is None:
+            return None
+        self.request = None
+        return request.snapshot
+
+    def due(self, version: int) -> Sequence[Action]:
+        """The snapshot to take, now that the shard is at this version. Of several threads one is
+        told so: whoever takes the request out of its list."""
+        unmet = self._unmet
+        try:
+            return (Snapshot(unmet.pop()),) if version >= unmet[0].at_version else ()
+        except IndexError:
+            return ()
 
 
-def copied(accounts: Mapping[int, Account]) -> Accounts:
-    return {worker: replace(account) for worker, account in accounts.items()}
+def cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:
+    """Cut actions where an Apply follows a Reply: what was replied so far must leave before it."""
+    replied = False
+    for index, action in enumerate(actions):
+        if replied and isinstance(action, Apply):
+            return actions[:index], actions[index:]
+        replied = replied or isinstance(action, Reply)
+    return actions, ()
 
 
-def moved(accounts: Mapping[int, Account], starts: Mapping[int, tuple[int, int]]) -> Accounts:
-    """The same accounts where each worker goes on after another push, because the work was cut
-    anew: `starts` gives (incarnation, sequence)."""
-    result = copied(accounts)
-    for worker, (incarnation, sequence) in starts.items():
-        account = result.setdefault(worker, Account(incarnation, sequence))
-        account.incarnation, account.sequence = incarnation, sequence
-    return result
+def _json(value: int | bool | None) -> str:
+    return "null" if value is None else str(value).lower()
 
 
-def joined(shards: Iterable[Mapping[int, Account]]) -> Accounts:
-    """One account of each worker for a shard that is made out of parts of these: of the one that
-    heard of the worker last."""
-    last: Accounts = {}
-    for accounts in shards:
-        for worker, account in accounts.items():
-            other = last.get(worker, account)
-            key = (account.incarnation, account.sequence)
-            last[worker] = account if key >= (other.incarnation, other.sequence) else other
-    return copied(last)
-
-
-def accounts_from(message: Mapping[str, Iterable[int]]) -> Accounts:
-    """The accounts out of what JSON made of them."""
-    return {int(worker): Account(*map(int, values)) for worker, values in message.items()}
-
-
-def accounts_to_json(accounts: Mapping[int, Account]) -> dict[str, list[int]]:
-    return {str(worker): account.to_json() for worker, account in accounts.items()}
+def _seconds(value: float | None) -> str:
+    return "null" if value is None else f"{value:.6f}"

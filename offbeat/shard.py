@@ -1,7 +1,7 @@
 """A shard: one server's slice of the parameter vector, with optimizer state, EMA and version.
 
 The server decides when; the shard does the arithmetic. Everything is torch's own optimizers, run on
-Parameters that are views ("aliases") of the slice. Called by roles/server.py; nothing here locks:
+Parameters that are views ("aliases") of the slice. Called by roles/sessions.py; nothing here locks:
 
     shard = Shard(params, segments, SGD(lr=0.1))
     updater = shard.make_updater()           # one for all sessions, or one per session in lock-free
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from offbeat.accounts import Accounts
 from offbeat.flat import Manifest
-from offbeat.ledger import Accounts, Ledger, copied
 from offbeat.optim import SCALARS, Optimizer, Schedule, constant
 from offbeat.rules import Gradient, Mean, Rule
 
@@ -117,7 +117,6 @@ class Shard:
         self.fused = fused
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
-        self.ledger = Ledger()
         self.updaters: list[Updater] = []
         self._first_version = 0
         self._optimizer_state: dict[str, Tensor] = {}
@@ -142,7 +141,6 @@ class Shard:
         }
         self._first_version = state.version
         self.tickets = itertools.count(state.version + 1)
-        self.ledger.load(state.accounts)
 
     @property
     def version(self) -> int:
@@ -182,8 +180,9 @@ class Shard:
             ints.copy_(self.ints)
         return version, self.version_begun > version
 
-    def state(self) -> ShardState:
-        """A copy of everything; taken while no update is under way."""
+    def state(self, accounts: Accounts) -> ShardState:
+        """A copy of everything, beside the accounts of what is in it; taken while no update is
+        under way."""
         version = self.version
         state = {"params": self.params.clone()}
         if self.ema is not None:
@@ -196,7 +195,7 @@ class Shard:
             state.update(self.updaters[0].optimizer_state())
         else:
             state.update({f"optimizer.{k}": v.clone() for k, v in self._optimizer_state.items()})
-        return ShardState(version=version, tensors=state, accounts=copied(self.ledger.accounts))
+        return ShardState(version=version, tensors=state, accounts=accounts)
 
 
 class Updater:

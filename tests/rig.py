@@ -19,6 +19,7 @@ from torch import Tensor
 from offbeat import SGD
 from offbeat.events import EventLog, read_events
 from offbeat.flat import Manifest, TensorSpec
+from offbeat.ledger import Ledger
 from offbeat.roles.calls import state_from
 from offbeat.roles.server import Server
 from offbeat.shard import Shard, ShardState, segments_of
@@ -144,6 +145,7 @@ class Rig:
         discipline_options: dict[str, Any] | None = None,
         transport: str = "inproc",
         server_options: dict[str, Any] | None = None,
+        ledger_options: dict[str, Any] | None = None,
         **shard_options: Any,
     ) -> None:
         self.manifest = manifest_of(sizes)
@@ -161,16 +163,16 @@ class Rig:
         self.log.addHandler(logging.NullHandler())
         self.events = EventLog(folder / "ps-0.jsonl")
         self.folder = folder
+        made = make_discipline(discipline, range(num_workers), **(discipline_options or {}))
         self.server = Server(
             self.shard,
-            make_discipline(discipline, range(num_workers), **(discipline_options or {})),
+            Ledger(made, **(ledger_options or {})),
             self.listener,
             index=0,
-            agreement={"fingerprint": "same"},
             events=self.events,
             log=self.log,
             clock=clock,
-            **(server_options or {}),
+            **{"agreement": {"fingerprint": "same"}, **(server_options or {})},
         )
         self.server.start()
         state = ShardState(version=0, tensors={"params": torch.zeros(total)}, accounts={})
@@ -187,6 +189,11 @@ class Rig:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
+
+    def has_come(self, hand: Hand) -> bool:
+        """Whether the server was told of this worker's last push."""
+        record = self.server.ledger.under_way.get(hand.worker)
+        return record is not None and record.sequence == hand.sequence
 
     def want(self, version: int) -> None:
         self.server.answer({"ask": "want", "version": version}, {})

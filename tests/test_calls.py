@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import offbeat
+from offbeat.accounts import Account
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Account
 from offbeat.roles import calls
 from offbeat.roles.calls import Brought, Call, Load, SendEvents, Status, read_call
 from offbeat.shard import ShardState

@@ -10,6 +10,7 @@ from torch import nn
 
 import offbeat
 from offbeat import checkpoint as checkpoints
+from offbeat.accounts import Account
 from offbeat.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -20,7 +21,6 @@ from offbeat.checkpoint import (
 )
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.flat import FlatModel
-from offbeat.ledger import Account
 from offbeat.optim import BY_NAME, KINDS, Optimizer
 from offbeat.rules import Gradient
 from offbeat.shard import Shard, ShardState, partition, segments_of
@@ -161,7 +161,7 @@ def test_a_checkpoint_can_be_cut_anew_and_back(tmp_path: Path, name: str) -> Non
             mask = [True, True, number != 2, True, True]
             values = torch.randn(len(shard.params), generator=generator)
             updater.apply([Gradient(values, mask)])
-        states.append(shard.state())
+        states.append(shard.state({}))
     states[0].tensors["floats"] = torch.arange(float(flat.manifest.num_floats))
     made = Checkpoint(version=4, manifest=flat.manifest, shards=tuple(states), frozen={})
     two = Checkpoint(version=4, manifest=flat.manifest, shards=made.recut(2), frozen={})
@@ -172,7 +172,7 @@ def test_a_checkpoint_can_be_cut_anew_and_back(tmp_path: Path, name: str) -> Non
     for shard, state in zip(shards_of(2), two.shards, strict=True):
         shard.load(state)
         shard.make_updater()
-        assert shard.state().tensors.keys() - {"floats"} == state.tensors.keys() - {"floats"}
+        assert shard.state({}).tensors.keys() - {"floats"} == state.tensors.keys() - {"floats"}
     for before, after in zip(states, two.recut(3), strict=True):
         assert before.tensors.keys() == after.tensors.keys()
         for key, value in before.tensors.items():
@@ -209,7 +209,7 @@ def test_training_goes_on_with_the_same_bits_after_a_cut(kind: str) -> None:
     mask = [True, False, True, True, True]
     for shards in (whole, two):
         apply(shards, before, mask)
-    states = tuple(shard.state() for shard in two)
+    states = tuple(shard.state({}) for shard in two)
     kept = Checkpoint(version=3, manifest=flat.manifest, shards=states, frozen={})
     for shard, state in zip(three, kept.recut(3), strict=True):
         shard.load(state)

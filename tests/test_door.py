@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from test_cluster import quickly  # noqa: F401 - a fixture for all of these
 
 import offbeat
 from offbeat import byhand, cli
+from offbeat.accounts import Account
 from offbeat.cli import main
 from offbeat.config import make_config
 from offbeat.control import CONTROL_VARIABLE
@@ -28,7 +30,6 @@ from offbeat.engines.cluster import CollectingEnd, MasterNetwork
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
 from offbeat.hosts import TF_VARIABLE, Hosts
 from offbeat.job import make_job
-from offbeat.ledger import Account
 from offbeat.roles import evaluator, worker
 from offbeat.roles.bootstrap import Bootstrap
 from offbeat.roles.calls import Brought, Call, Status
@@ -161,7 +162,7 @@ def test_a_server_stays_until_the_master_lets_it_go(tmp_path: Path) -> None:
         with contextlib.closing(connect_for_calls(made.hosts.addresses[0], {}, SMALL, T)) as end:
             end.call({"ask": "finish", "reason": "the run is finished"}, {}, T)
             wait_until(
-                lambda: server._run is not None and server._run.server.stopping, "it is over"
+                lambda: server._run is not None and server._run.server.is_stopping, "it is over"
             )
             status, _ = end.call({"ask": "status"}, {}, T)
             assert status["present"] == [] and made.servers[0].thread.is_alive()
@@ -366,7 +367,12 @@ def a_source(**options: Any) -> ServersSource:
     """Of a cluster with two servers, who are reached by nothing."""
     nothing: Any = None
     return ServersSource(
-        toy_job(servers=2, **options), nothing, {}, stop=threading.Event(), timeout_s=T
+        toy_job(servers=2, **options),
+        nothing,
+        {},
+        stop=threading.Event(),
+        clock=time.monotonic,
+        timeout_s=T,
     )
 
 
@@ -495,6 +501,7 @@ def test_an_evaluator_goes_back_to_what_it_skipped_if_told_to(
             stop=threading.Event(),
             scored=lambda version, metric: scored.append(version),
             warn=lambda line: None,
+            clock=time.monotonic,
         )
         looking_on.run()
         assert scored == expected
@@ -526,7 +533,7 @@ def test_a_server_does_not_wait_for_those_who_are_through_but_stays_with_them(
         hand.push(1.0)
         through.link.finish(1)
         assert hand.reply().version == 2
-        assert made.server.finished() == [1] and made.server.present() == [0, 1]
+        assert made.server.ledger.finished == {1} and made.server.ledger.members.keys() == {0, 1}
         through.sequence = 0  # it does again what another server lost
         assert through.exchange(1.0).status == "duplicate"
         hand.link.close()
@@ -535,9 +542,9 @@ def test_a_server_does_not_wait_for_those_who_are_through_but_stays_with_them(
 def test_a_worker_that_was_through_and_comes_again_is_not(tmp_path: Path) -> None:
     with rig(tmp_path, "apply-reply", 1) as made:
         made.join(0).link.finish(0)
-        wait_until(lambda: made.server.finished() == [0], "it is through")
+        wait_until(lambda: made.server.ledger.finished == {0}, "it is through")
         again = made.join(0, incarnation=1)
-        assert made.server.finished() == []
+        assert made.server.ledger.finished == set()
         again.link.close()
 
 
@@ -663,7 +670,7 @@ def test_an_elastic_run_is_over_when_its_updates_are_in_and_not_before(tmp_path:
     job = make_job(make_config(options), toy_recipe(), elastic=True)
     assert job.budget is not None
     said: list[str] = []
-    patience = Patience(2, start_s=0.0, absent_s=0.0, say=said.append)
+    patience = Patience(2, start_s=0.0, absent_s=0.0, say=said.append, now=time.monotonic)
     with a_master(RunFolder(tmp_path), job, ScriptedNetwork([]), patience=patience) as master:
         pass  # it is only asked what it thinks of the servers
 

@@ -12,10 +12,10 @@ import torch
 from helpers import toy_job
 from torch import Tensor
 
+from offbeat.accounts import APPLIED, DROPPED
 from offbeat.errors import ConnectionClosedError
 from offbeat.events import EventLog, read_events
 from offbeat.job import Job
-from offbeat.ledger import APPLIED, DROPPED
 from offbeat.roles.exchange import Exchange
 from offbeat.transport.base import (
     CallEnd,

@@ -28,10 +28,11 @@ LAYERS = [
     ["report"],
     ["hosts", "grid"],
     ["config"],
+    ["ledger"],
     ["disciplines"],
     ["plugins"],
     ["importing"],
-    ["errors", "events", "ledger", "version"],
+    ["errors", "events", "accounts", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 

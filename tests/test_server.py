@@ -9,8 +9,8 @@ import torch
 from rig import TRANSPORTS, Hand, Rig, in_threads, rig, wait_until
 
 from offbeat import SGD
+from offbeat.accounts import Account
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Account
 
 LOCKED = ["sync", "apply-reply", "reply-apply", "bounded"]
 
@@ -288,12 +288,12 @@ def test_with_a_lock_an_apply_half_way_is_waited_for(tmp_path: Path, discipline:
 def test_lock_free_takes_no_lock_on_the_request_path(tmp_path: Path) -> None:
     with rig(tmp_path, "lock-free", 2) as r:
         hands = r.join_all(2)
-        with r.server._mutex, r.server._membership:
+        with r.server.sessions._mutex, r.server.sessions._membership:
             for hand in hands:
                 for _ in range(5):
                     hand.exchange(1.0)
             wait_until(lambda: r.shard.version == 10, "all are in, with every lock taken")
-        assert isinstance(r.server._lock, contextlib.nullcontext)
+        assert isinstance(r.server.sessions._lock, contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("num_pushes", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -429,7 +429,7 @@ def test_a_snapshot_knows_what_is_applied_rather_than_what_has_come(tmp_path: Pa
         assert r.snapshot().accounts == {0: one, 1: one}
         hands[1].reply()
         hands[0].push(1.0)
-        wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")
+        wait_until(lambda: r.has_come(hands[0]), "the push has come")
     assert r.pushes()[-1]["outcome"] == "dropped", "the server was stopped before its round"
 
 
@@ -443,7 +443,7 @@ def test_a_worker_that_comes_again_takes_the_place_of_its_former_self(
     with rig(tmp_path, "sync", 2, transport=transport) as r:
         first, other = r.join_all(2)
         first.push(5.0)  # waits for the other one, and is given up
-        wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")
+        wait_until(lambda: r.has_come(first), "the push has come")
         again = r.join(0, incarnation=1)
         with pytest.raises(ConnectionClosedError, match="took this one's place"):
             first.reply()
@@ -476,9 +476,9 @@ def test_sync_notices_at_once_when_a_waiting_worker_dies(tmp_path: Path, transpo
     with rig(tmp_path, "sync", 3, transport=transport) as r:
         hands = r.join_all(3)
         hands[0].push(100.0)
-        wait_until(lambda: r.server._sessions[0].awaits_reply, "the push has come")
+        wait_until(lambda: r.has_come(hands[0]), "the push has come")
         hands[0].link.close()
-        wait_until(lambda: 0 not in r.server._sessions, "its death was noticed, in mid-round")
+        wait_until(lambda: 0 not in r.server.ledger.members, "its death was noticed, in mid-round")
         hands[1].push(1.0)
         hands[2].push(3.0)
         assert [hand.reply().version for hand in hands[1:]] == [1, 1]
@@ -492,7 +492,7 @@ def test_a_silent_worker_is_declared_gone_and_a_beating_one_is_not(tmp_path: Pat
     with rig(tmp_path, "sync", 2, transport="unix", server_options=timeout) as r:
         silent, slow = r.join_all(2)
         slow.push(1.0)
-        wait_until(lambda: 0 not in r.server._sessions, "the silent one was declared gone")
+        wait_until(lambda: 0 not in r.server.ledger.members, "the silent one was declared gone")
         assert slow.reply().version == 1, "and the round closed without it"
         for _ in range(10):
             slow.link.beat()
@@ -506,7 +506,7 @@ def test_a_silent_worker_is_declared_gone_and_a_beating_one_is_not(tmp_path: Pat
 
 
 def test_a_push_of_another_epoch_is_refused_and_answered(tmp_path: Path) -> None:
-    with rig(tmp_path, "apply-reply", 1, server_options={"epoch": 3}) as r:
+    with rig(tmp_path, "apply-reply", 1, ledger_options={"epoch": 3}) as r:
         hand = r.join(0)
         assert hand.link.welcome.epoch == 3
         answer = hand.exchange(1.0, epoch=2)
@@ -520,7 +520,7 @@ def test_finished_workers_are_counted_and_others_are_not(tmp_path: Path) -> None
         hands[0].link.finish(0)
         hands[0].link.close()
         hands[1].link.close()
-        wait_until(lambda: len(r.server._sessions) == 1, "two have left")
+        wait_until(lambda: len(r.server.ledger.members) == 1, "two have left")
         status, _ = r.server.answer({"ask": "status"}, {})
         assert status["finished"] == [0]
         hands[2].link.close()

@@ -10,9 +10,9 @@ from helpers import make_plain_optimizer
 from torch import nn
 
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop, cosine, step_decay
+from offbeat.accounts import Account
 from offbeat.errors import ConfigError
 from offbeat.flat import FlatModel
-from offbeat.ledger import Account
 from offbeat.optim import BY_NAME, KINDS, REFUSED, Optimizer, constant
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Gradient
@@ -270,9 +270,9 @@ def test_the_state_of_a_shard_is_flat_and_complete(name: str) -> None:
     updater = shard.make_updater()
     for values in gradients(flat, 3):
         updater.apply([Gradient(values)])
-    whole = shard.state().tensors
+    whole = shard.state({}).tensors
     updater.apply([Gradient(values, [False] * 4)])
-    split = shard.state().tensors
+    split = shard.state({}).tensors
     assert set(whole) == set(split)
     for key, value in whole.items():
         assert torch.equal(value, split[key]), key
@@ -345,17 +345,17 @@ def test_a_shard_that_is_loaded_goes_on_with_the_same_bits(
     updater = first.make_updater(shared=shared)
     for index, values in enumerate(before):
         updater.apply([Gradient(values, mask if index == 1 else None)])
-    first.ledger.settle(3, 1, 1, "applied")
-    second.load(first.state())
-    assert second.version == 4 and second.ledger.accounts == {3: Account(1, 1, applied=1)}
-    again = second.state()
-    assert again.version == 4
-    assert_states_equal(again.tensors, first.state().tensors)
+    accounts = {3: Account(1, 1, applied=1)}
+    second.load(first.state({}))
+    assert second.version == 4
+    again = second.state(accounts)
+    assert again.version == 4 and again.accounts == accounts
+    assert_states_equal(again.tensors, first.state({}).tensors)
     updater = second.make_updater(shared=shared)
     for values in after:
         updater.apply([Gradient(values)])
     assert second.version == whole.version == 8
-    assert_states_equal(second.state().tensors, whole.state().tensors)
+    assert_states_equal(second.state({}).tensors, whole.state({}).tensors)
 
 
 def assert_states_equal(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

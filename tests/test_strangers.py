@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from offbeat.job import disagreement
 from offbeat.roles import acceptor
 from offbeat.roles.acceptor import Acceptor
 from offbeat.roles.context import Endpoint
-from offbeat.transport import base, wire
+from offbeat.roles.session import Session
+from offbeat.transport import wire
 from offbeat.transport.base import keep_trying
 from offbeat.transport.sockets import SocketListener, SocketNetwork, connect_for_calls
 from offbeat.transport.terms import NONCE_BYTES, Terms, load_terms, prepare
@@ -223,8 +224,8 @@ def test_half_a_payload_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("change", [{"num_shards": 3}, {"worker": 1 << 32}, {"incarnation": -1}])
 def test_a_hello_that_does_not_fit_is_sent_away(tmp_path: Path, change: dict[str, Any]) -> None:
-    with rig(tmp_path, "apply-reply", 1, transport="tcp") as made:
-        made.server._agreement = {"fingerprint": "same", "num_shards": 1, "optimizer": ""}
+    agreed = {"agreement": {"fingerprint": "same", "num_shards": 1, "optimizer": ""}}
+    with rig(tmp_path, "apply-reply", 1, transport="tcp", server_options=agreed) as made:
         hello = {"worker": 0, "incarnation": 0, "fingerprint": "same", "num_shards": 1, **change}
         with pytest.raises(ConnectionClosedError) as raised:
             knock(made.listener, hello, made.layout)
@@ -341,17 +342,18 @@ class _Clock:
         self.pauses.append(pause_s)
         return False
 
-    def monotonic(self) -> float:
+    def now(self) -> float:
         return sum(self.pauses)
 
 
-def test_pauses_grow_and_have_a_bound_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_and_have_a_bound_and_an_end() -> None:
     clock = _Clock()
-    monkeypatch.setattr(base, "time", clock)
 
     def fail(**how: bool) -> None:
+        error = ConnectionClosedError("no", **how)
+        never: Any = clock
         with pytest.raises(ConnectionClosedError):
-            keep_trying(lambda: raise_(ConnectionClosedError("no", **how)), 10.0, clock)  # type: ignore[arg-type]
+            keep_trying(lambda: raise_(error), 10.0, never, clock.now)
 
     fail()
     assert clock.pauses[:4] == [0.02, 0.04, 0.08, 0.16] and max(clock.pauses) == 1.0
@@ -417,7 +419,7 @@ def test_a_closed_terminal_ends_a_run_unless_nohup(ignored: bool) -> None:
 
 @pytest.mark.parametrize("discipline", ["apply-reply", "reply-apply", "lock-free", "bounded"])
 def test_a_server_takes_no_more_than_its_budget(tmp_path: Path, discipline: str) -> None:
-    with rig(tmp_path, discipline, 2, server_options={"budget": 3}) as made:
+    with rig(tmp_path, discipline, 2, ledger_options={"budget": 3}) as made:
         first, second = made.join_all(2)
         for hand in (first, second):
             hand.push(1.0)
@@ -434,16 +436,18 @@ def test_a_server_takes_no_more_than_its_budget(tmp_path: Path, discipline: str)
         second.link.close()
 
 
-def test_what_was_accepted_beside_the_last_one_is_not_applied(tmp_path: Path) -> None:
-    with rig(tmp_path, "reply-apply", 2, server_options={"budget": 1}) as made:
+def test_what_was_accepted_beside_the_last_one_is_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, both = Session.send_reply, threading.Barrier(2)
+
+    def send_together(session: Session, clock: Callable[[], float]) -> None:
+        send(session, clock)
+        both.wait(T)  # both were answered before either is applied
+
+    monkeypatch.setattr(Session, "send_reply", send_together)
+    with rig(tmp_path, "reply-apply", 2, ledger_options={"budget": 1}) as made:
         hands = made.join_all(2)
-        send, both = made.server._send_reply, threading.Barrier(2)
-
-        def send_together(session: Any) -> None:
-            send(session)
-            both.wait(T)  # both were answered before either is applied
-
-        made.server._send_reply = send_together  # type: ignore[method-assign]
         for hand in hands:
             hand.push(1.0)
         for hand in hands:

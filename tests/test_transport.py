@@ -13,8 +13,8 @@ import pytest
 import torch
 from rig import SECURED, TRANSPORTS, knock, open_listener
 
+from offbeat.accounts import REJECTED
 from offbeat.errors import ConfigError, ConnectionClosedError
-from offbeat.ledger import REJECTED
 from offbeat.memory import make_memory, map_memory
 from offbeat.transport import terms
 from offbeat.transport.base import (
@@ -302,10 +302,10 @@ def test_an_end_that_is_closed_by_another_thread_wakes_its_reader(
 
 def test_a_beat_is_heard_and_is_no_push(transport: tuple[Listener, Connect]) -> None:
     worker, server = connected(transport)
-    before = server.heard_s
+    before = server.num_heard
     worker.beat()
     assert server.receive(0.05) is None
-    assert server.heard_s > before
+    assert server.num_heard > before
     worker.push(push(1))
     assert server.receive(T) is not None
 

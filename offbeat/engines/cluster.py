@@ -75,6 +75,7 @@ class ClusterEngine(ThreadEngine):
                 start_s=endpoint.start_timeout_s,
                 absent_s=job.config.worker_timeout,
                 say=display.notice,
+                now=clock,
             ),
         )
         self._master = self._make(context, "master")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offbeat.accounts import DROPPED, REJECTED, Accounts, accounts_from
 from offbeat.config import discipline_options, make_config
 from offbeat.errors import ConfigError, RunDirError
 from offbeat.events import read_events
-from offbeat.ledger import DROPPED, REJECTED, Accounts, accounts_from
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
 LEAST_TOGETHER = 0.1

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from offbeat.ledger import APPLIED, DROPPED, LOST, REJECTED
+from offbeat.accounts import APPLIED, DROPPED, LOST, REJECTED
 from offbeat.report.record import PARTS, Kept, WorkerRecord, read_run
 
 COST_WINDOW = 100

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,8 @@ from offbeat.roles.calls import (
 from offbeat.roles.context import Context, SentRecords
 from offbeat.roles.relay import SOURCES, Relay, RelaySink
 from offbeat.roles.run import ServerRole
-from offbeat.roles.server import POLL_S, Server
+from offbeat.roles.server import Server
+from offbeat.roles.sessions import POLL_S
 from offbeat.transport.base import Message
 from offbeat.transport.sockets import SocketListener, SocketServerEnd
 from offbeat.version import __version__
@@ -83,8 +84,10 @@ class Bootstrap:
         *,
         start_timeout_s: float,
         stop: threading.Event,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
+        self._now = now
         self.log = log
         self._start_timeout_s = start_timeout_s
         self._stop = stop
@@ -100,7 +103,7 @@ class Bootstrap:
         """The master has all that there is to have, or needs nothing any more."""
         self._life = ""
         """Of the master."""
-        self._master_heard_s = time.monotonic()
+        self._master_heard_s = self._now()
         self._tick = threading.Event()
         self._acceptor = Acceptor(listener, self._serve, f"ps-{index}", log)
 
@@ -113,13 +116,13 @@ class Bootstrap:
 
     def run(self) -> None:
         """Raises what the server failed with, or that nobody came."""
-        deadline_s = time.monotonic() + self._start_timeout_s
+        deadline_s = self._now() + self._start_timeout_s
         self._acceptor.start()
         try:
             while not self._configured.wait(POLL_S):
                 if self._stop.is_set():
                     return
-                if time.monotonic() > deadline_s:
+                if self._now() > deadline_s:
                     raise ConnectionClosedError(
                         f"no master came within {self._start_timeout_s:g} s (--start-timeout)"
                     )
@@ -136,7 +139,7 @@ class Bootstrap:
         """Called as long as the run goes on."""
         if self._run is not None:
             self._run.records.flush()
-        away_s = time.monotonic() - self._master_heard_s
+        away_s = self._now() - self._master_heard_s
         if away_s > self._start_timeout_s:
             raise ConnectionClosedError(
                 f"nothing was heard of the master for {away_s:.0f} s (--start-timeout)"
@@ -145,8 +148,8 @@ class Bootstrap:
     def _linger(self) -> None:
         """Stay for the evaluators that were here: they may still be busy with another checkpoint,
         and are to have the last one."""
-        deadline_s = time.monotonic() + LINGER_S
-        while self._evaluators and time.monotonic() < deadline_s and not self._stop.is_set():
+        deadline_s = self._now() + LINGER_S
+        while self._evaluators and self._now() < deadline_s and not self._stop.is_set():
             self._tick.wait(POLL_S)
 
     def _close(self) -> None:
@@ -233,7 +236,7 @@ class Bootstrap:
             case Newest(_, str(who)) if not answer["over"]:
                 self._evaluators.add(who)
             case AskStatus(got) | Finish(_, got):
-                self._master_heard_s = time.monotonic()
+                self._master_heard_s = self._now()
                 self._run.records.flush()
                 number, lines = self._relay.take(got)
                 return Brought(number, lines, self._failures).add_to(answer)
@@ -253,8 +256,8 @@ class Bootstrap:
                 "recipe": run.job.config.recipe,
                 "fingerprint": run.job.fingerprint,
                 "updates": run.server.shard.version,
-                "present": run.server.present(),
-                "finished": run.server.finished(),
+                "present": sorted(run.server.ledger.members),
+                "finished": sorted(run.server.ledger.finished),
             }
         return about
 
@@ -263,14 +266,14 @@ class Bootstrap:
         with self._lock:
             if self._run is None:
                 self._run = self._make_run(call)
-                self._master_heard_s = time.monotonic()
+                self._master_heard_s = self._now()
                 self._configured.set()
             else:
                 self._check_same(self._run, call)
             if call.life != self._life:  # a master that was started anew
                 self._life = call.life
                 self._failures.clear()
-            return {"epoch": self._run.server.epoch}
+            return {"epoch": self._run.server.ledger.epoch}
 
     def _check_same(self, run: Run, call: Configure) -> None:
         where = f"at version {run.server.shard.version}"
@@ -293,7 +296,7 @@ class Bootstrap:
     def _make_run(self, call: Configure) -> Run:
         try:
             job = job_from(call, with_data=False)
-            began_s = time.monotonic() - call.elapsed_s
+            began_s = self._now() - call.elapsed_s
             epoch = int(call.epochs[self.index])
         except (KeyError, IndexError, TypeError, ValueError, OffbeatError) as error:
             self.log.warning("cannot serve the run: %s", error)
@@ -304,7 +307,7 @@ class Bootstrap:
         context = Context(
             job=job,
             records=records,
-            clock=lambda: time.monotonic() - began_s,
+            clock=lambda: self._now() - began_s,
             stop=self._stop,
             generation=epoch,
             stop_ends_run=False,
@@ -319,9 +322,9 @@ class Bootstrap:
         if not self._configured.wait(CONFIG_WAIT_S) or self._run is None:
             return {}
         run = self._run
-        if not run.server.loaded.wait(CONFIG_WAIT_S):
+        if not run.server.sessions.loaded.wait(CONFIG_WAIT_S):
             return {}
-        elapsed_s = time.monotonic() - run.began_s
+        elapsed_s = self._now() - run.began_s
         told = dataclasses.replace(run.told, elapsed_s=elapsed_s).message()
         with self._lock:
             rank = call.rank
@@ -334,9 +337,9 @@ class Bootstrap:
                     refused=True,
                 )
             if rank is not None:
-                account = run.server.shard.ledger.accounts.get(rank)
+                account = run.server.ledger.accounts.get(rank)
                 last = account.incarnation if account else -1
-                before = max(run.given.get(rank, -1), last, run.server.epoch << 16)
+                before = max(run.given.get(rank, -1), last, run.server.ledger.epoch << 16)
                 run.given[rank] = before + 1
                 told |= {"rank": rank, "incarnation": before + 1}
         return told
@@ -349,9 +352,9 @@ class Bootstrap:
                 "and data of a known length",
                 refused=True,
             )
-        known = [*run.given, *run.server.shard.ledger.accounts, *run.server.present()]
+        known = [*run.given, *run.server.ledger.accounts, *run.server.ledger.members]
         # who joined before this server was started anew may not be known here
-        first = run.job.config.workers + JOINED_PER_EPOCH * run.server.epoch
+        first = run.job.config.workers + JOINED_PER_EPOCH * run.server.ledger.epoch
         return max([first - 1, *known]) + 1
 
 

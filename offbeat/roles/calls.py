@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from offbeat.accounts import accounts_from, accounts_to_json
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import accounts_from, accounts_to_json
 from offbeat.shard import ShardState
 from offbeat.transport.base import Message
 

@@ -9,7 +9,6 @@ were kept.
 import logging
 import math
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -149,7 +148,7 @@ class Evaluator:
         scored: Callable[[int, float], None],
         warn: Callable[[str], None],
         events: EventLog | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """`scored` is told each version and its metric, `warn` what is odd about one. `events`:
         where scores are written down, on the run's `clock`; None: nowhere."""

@@ -23,10 +23,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
 from offbeat.events import EventLog
 from offbeat.job import Job
-from offbeat.ledger import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.shard import usable
 from offbeat.transport.base import (
     Network,
@@ -153,6 +153,7 @@ class Exchange:
             lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params),
             self._connect_timeout_s,
             self._stop,
+            self._clock,
         )
         if len(self._job.slices) == 1:  # the only server's replies need no further copy
             self._towers.adopt(link.reply_slot.values)

@@ -10,11 +10,11 @@ checkpoint, then the servers may go.
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
+from offbeat.accounts import accounts_to_json, moved
 from offbeat.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -26,7 +26,6 @@ from offbeat.errors import CheckpointError, ConnectionClosedError, in_a_line
 from offbeat.events import EventLog
 from offbeat.flat import FlatModel
 from offbeat.job import Job
-from offbeat.ledger import accounts_to_json, moved
 from offbeat.roles.calls import (
     AskStatus,
     Call,
@@ -115,7 +114,7 @@ class Patience:
         start_s: float,
         absent_s: float,
         say: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float],
     ) -> None:
         self._ranks = range(num_workers)
         self._start_s = start_s
@@ -345,7 +344,9 @@ class Master:
         if not server.was_reached:
             return  # it may be somebody else's
         try:
-            keep_trying(lambda: server.finish(reason), LET_GO_TIMEOUT_S, threading.Event())
+            keep_trying(
+                lambda: server.finish(reason), LET_GO_TIMEOUT_S, threading.Event(), self._clock
+            )
         except ConnectionClosedError as error:
             self.log.info("server %d went by itself: %s", server.index, error)
 
@@ -362,7 +363,7 @@ class Master:
                 status = server.status()
             return status
 
-        return keep_trying(ask, self._connect_timeout_s, self._stop)
+        return keep_trying(ask, self._connect_timeout_s, self._stop, self._clock)
 
     def _state_for(self, index: int) -> ShardState:
         """What a server that comes empty is given: its part of the newest checkpoint."""

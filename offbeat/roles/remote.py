@@ -225,7 +225,9 @@ def run_evaluator(
         return
     model = job.make_model()
     records = SentRecords(log, lambda name: CallSink(network, "evaluator-0"))
-    source = ServersSource(job, network, model.frozen(), stop=stop, timeout_s=start_timeout_s)
+    source = ServersSource(
+        job, network, model.frozen(), stop=stop, clock=clock, timeout_s=start_timeout_s
+    )
     context = Context(
         job=job, records=records, clock=clock, stop=stop, say=say, model=model, source=source
     )
@@ -243,6 +245,7 @@ class ServersSource(CheckpointSource):
         frozen: dict[str, torch.Tensor],
         *,
         stop: threading.Event,
+        clock: Callable[[], float],
         timeout_s: float,
     ) -> None:
         """`frozen`: what does not train, which no server has. Servers that are away are looked for
@@ -252,6 +255,7 @@ class ServersSource(CheckpointSource):
         self._network = network
         self._frozen = frozen
         self._stop = stop
+        self._clock = clock
         self._timeout_s = timeout_s
         self._name = secrets.token_hex(8)
         self._may_differ = not job.config.chosen.kind.exact
@@ -259,7 +263,7 @@ class ServersSource(CheckpointSource):
         """The version that was found last."""
 
     def look(self) -> Look:
-        parts, is_last = keep_trying(self._ask, self._timeout_s, self._stop)
+        parts, is_last = keep_trying(self._ask, self._timeout_s, self._stop, self._clock)
         if parts is None:
             return Look(None, is_last)
         self._newest, values, buffers = parts

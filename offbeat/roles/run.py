@@ -14,6 +14,7 @@ import torch
 
 from offbeat.control import REPORT_EVERY_S
 from offbeat.errors import StepError
+from offbeat.ledger import Ledger
 from offbeat.roles.calls import Status
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.evaluator import Evaluator, FolderSource, metric_name, score_line
@@ -54,16 +55,14 @@ class ServerRole(Role):
         self._context = context
         self.server = Server(
             job.make_shard(index),
-            job.make_discipline(),
+            Ledger(job.make_discipline(), epoch=context.generation, budget=job.budget),
             context.listener,
             index=index,
             agreement=job.agreement,
             events=records.events(name),
             log=records.log(name),
             clock=context.clock,
-            epoch=context.generation,
             worker_timeout_s=job.config.worker_timeout,
-            budget=job.budget,
         )
 
     def run(self) -> None:
@@ -79,8 +78,8 @@ class ServerRole(Role):
             raise server.failure
 
     def progress(self) -> Progress:
-        server = self.server
-        return {"ready": server.loaded.is_set(), "staleness": mean(list(server.recent_staleness))}
+        staleness = list(self.server.ledger.recent_staleness)
+        return {"ready": self.server.sessions.loaded.is_set(), "staleness": mean(staleness)}
 
 
 class WorkerRole(Role):

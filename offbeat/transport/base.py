@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat.accounts import ACCEPTED
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import ACCEPTED
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two attempts to reach a server; each pause is twice the one before."""
@@ -172,8 +172,8 @@ class WorkerEnd(ABC):
 class ServerEnd(ABC):
     """The server's end of a connection to one worker."""
 
-    heard_s: float
-    """When the worker was last heard of, on the monotonic clock."""
+    num_heard: int
+    """How many messages of the worker have come, beats included; who waits counts the time."""
     finished_at: int | None
     """The sequence of the worker's last push, once it has said that its work is done."""
 
@@ -281,17 +281,22 @@ class Network(ABC):
         """A connection over which the master asks a server for this and that."""
 
 
-def keep_trying(attempt: Callable[[], Result], timeout_s: float, stop: threading.Event) -> Result:
+def keep_trying(
+    attempt: Callable[[], Result],
+    timeout_s: float,
+    stop: threading.Event,
+    now: Callable[[], float] = time.monotonic,
+) -> Result:
     """What `attempt` returns, however often it takes to reach a server that may be starting anew:
     with growing pauses, until `timeout_s` have passed, `stop` is set, or the server sends us away.
     Then the last ConnectionClosedError is raised."""
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = now() + timeout_s
     pause_s = FIRST_PAUSE_S
     while True:
         try:
             return attempt()
         except ConnectionClosedError as error:
-            late = time.monotonic() > deadline_s
+            late = now() > deadline_s
             if error.over or error.refused or late or stop.wait(pause_s):
                 raise
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -167,7 +167,7 @@ class SocketServerEnd(ServerEnd):
     def __init__(
         self, connection: Connection, layout: Layout, terms: Terms, *, inline: bool
     ) -> None:
-        self.heard_s = time.monotonic()
+        self.num_heard = 0
         self.finished_at: int | None = None
         self._connection = connection
         self.layout = layout
@@ -212,7 +212,7 @@ class SocketServerEnd(ServerEnd):
 
     def receive(self, timeout_s: float) -> PushHeader | None:
         while (frame := self._connection.receive(timeout_s)) is not None:
-            self.heard_s = time.monotonic()
+            self.num_heard += 1
             if frame.type != BEAT:
                 break
         if frame is None:

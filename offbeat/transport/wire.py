@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat.accounts import OUTCOMES
 from offbeat.errors import ConnectionClosedError
 from offbeat.flat import PROTOCOL
-from offbeat.ledger import OUTCOMES
 from offbeat.transport.base import Message, PushHeader, ReplyHeader, WelcomeHeader
 
 MAGIC = b"OFFB"

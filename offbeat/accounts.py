@@ -1,0 +1,163 @@
+"""What became of every gradient that a shard was sent: an account for each worker.
+
+A worker counts its pushes from 1, and pushes each of them once to every shard. So what a shard does
+not know of is what it lost: it was started again from a checkpoint that did not have it, or the
+push had only reached other shards when its worker died. For every shard and worker
+
+    the gradients pushed  ==  applied + dropped + rejected + lost
+
+always, and a checkpoint carries the accounts along. Kept by ledger.py, which calls this for one
+event of a worker at a time:
+
+    book = AccountBook()
+    book.claim(0, 0, sequence=1), book.settle(0, 0, 1, APPLIED)
+    book.accounts[0].applied
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, replace
+
+ACCEPTED = "accepted"
+APPLIED = "applied"
+DROPPED = "dropped"
+REJECTED = "rejected"
+DUPLICATE = "duplicate"
+STALE = "stale"
+OUTCOMES = (ACCEPTED, APPLIED, DROPPED, REJECTED, DUPLICATE, STALE)
+"""What a server says of a push. Accepted will be applied; stale was meant for an earlier epoch."""
+LOST = "lost"
+
+
+@dataclass(slots=True)
+class Account:
+    """One worker's gradients in one shard."""
+
+    incarnation: int
+    """The worker's that pushed last."""
+    sequence: int
+    """The worker's last push that is settled: where its successor goes on."""
+    applied: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    lost: int = 0
+
+    @property
+    def gradients(self) -> int:
+        return self.applied + self.dropped + self.rejected + self.lost
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {
+            APPLIED: self.applied,
+            DROPPED: self.dropped,
+            REJECTED: self.rejected,
+            LOST: self.lost,
+        }
+
+    def to_json(self) -> list[int]:
+        return list(astuple(self))
+
+
+Accounts = dict[int, Account]
+"""By the worker's rank."""
+
+
+class AccountBook:
+    """The accounts of one shard, and which pushes were claimed."""
+
+    def __init__(self) -> None:
+        self.accounts: Accounts = {}
+        self._claimed: dict[int, tuple[int, int]] = {}
+        self._heard: set[int] = set()
+        """Whose pushes were settled since the book was loaded."""
+
+    def load(self, accounts: Mapping[int, Account]) -> None:
+        self.accounts = copied(accounts)
+        self._claimed.clear()
+        self._heard.clear()
+
+    def admit(self, worker: int) -> int:
+        """A worker comes, and nothing of it is under way: whatever it pushed before is settled, or
+        will never be. Returns the sequence of its last push that is."""
+        account = self.accounts.get(worker)
+        at = (-1, 0) if account is None else (account.incarnation, account.sequence)
+        self._claimed[worker] = at
+        return at[1]
+
+    def claim(self, worker: int, incarnation: int, sequence: int) -> bool:
+        """Whether this push is new; from now on it is not."""
+        if (incarnation, sequence) <= self._claimed.get(worker, (-1, -1)):
+            return False
+        account = self.accounts.get(worker)
+        if account is not None and sequence <= account.sequence:
+            return False  # it is in, whichever process pushed it
+        self._claimed[worker] = (incarnation, sequence)
+        return True
+
+    def settle(self, worker: int, incarnation: int, sequence: int, outcome: str) -> None:
+        """A claimed push was applied, or dropped or rejected and answered."""
+        account = self._up_to(worker, incarnation, sequence - 1)
+        account.incarnation, account.sequence = incarnation, sequence
+        if outcome == APPLIED:
+            account.applied += 1
+        elif outcome == DROPPED:
+            account.dropped += 1
+        else:
+            assert outcome == REJECTED, outcome
+            account.rejected += 1
+
+    def finish(self, worker: int, incarnation: int, sequence: int) -> None:
+        """The worker's work is done, and `sequence` was its last push."""
+        self._up_to(worker, incarnation, sequence)
+
+    def _up_to(self, worker: int, incarnation: int, sequence: int) -> Account:
+        """The worker's account, with everything up to `sequence` accounted for. What is missing was
+        lost; but a process that skips a push of its own, to a server that lives, found that it had
+        come too late (its connection broke, and meanwhile the round was closed)."""
+        account = self.accounts.get(worker)
+        if account is None:
+            account = self.accounts[worker] = Account(incarnation, 0)
+        if account.sequence < sequence:
+            missing = sequence - account.sequence
+            if worker in self._heard and incarnation == account.incarnation:
+                account.dropped += missing
+            else:
+                account.lost += missing
+            account.sequence = sequence
+        self._heard.add(worker)
+        return account
+
+
+def copied(accounts: Mapping[int, Account]) -> Accounts:
+    return {worker: replace(account) for worker, account in accounts.items()}
+
+
+def moved(accounts: Mapping[int, Account], starts: Mapping[int, tuple[int, int]]) -> Accounts:
+    """The same accounts where each worker goes on after another push, because the work was cut
+    anew: `starts` gives (incarnation, sequence)."""
+    result = copied(accounts)
+    for worker, (incarnation, sequence) in starts.items():
+        account = result.setdefault(worker, Account(incarnation, sequence))
+        account.incarnation, account.sequence = incarnation, sequence
+    return result
+
+
+def joined(shards: Iterable[Mapping[int, Account]]) -> Accounts:
+    """One account of each worker for a shard that is made out of parts of these: of the one that
+    heard of the worker last."""
+    last: Accounts = {}
+    for accounts in shards:
+        for worker, account in accounts.items():
+            other = last.get(worker, account)
+            key = (account.incarnation, account.sequence)
+            last[worker] = account if key >= (other.incarnation, other.sequence) else other
+    return copied(last)
+
+
+def accounts_from(message: Mapping[str, Iterable[int]]) -> Accounts:
+    """The accounts out of what JSON made of them."""
+    return {int(worker): Account(*map(int, values)) for worker, values in message.items()}
+
+
+def accounts_to_json(accounts: Mapping[int, Account]) -> dict[str, list[int]]:
+    return {str(worker): account.to_json() for worker, account in accounts.items()}

@@ -1,0 +1,86 @@
+"""One worker's connection to a server, and the push of it that is being dealt with.
+
+Made by sessions.py, which says when a reply is made, and when it is sent.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from offbeat.accounts import REJECTED
+from offbeat.ledger import PushRecord
+from offbeat.rules import Gradient
+from offbeat.shard import Updater, usable
+from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """Written by its own thread, and under the shard's lock by the thread that closes a sync round
+    or lets a bounded worker go on."""
+
+    end: ServerEnd
+    worker: int
+    incarnation: int
+    updater: Updater
+    reply_made: threading.Condition | None
+    """None in lock-free, where a session's own thread makes every reply."""
+    base: Tensor | None = None
+    """The parameters that its next gradient is computed on, where the rule looks at them."""
+    record: PushRecord = field(init=False)
+    """There is none before the first push comes."""
+    gradient: Gradient | None = None
+    """None: refused, because an element of it is no usable number."""
+    reply: ReplyHeader | None = None
+    """One that is made, but not yet sent."""
+    awaits_reply: bool = False
+    is_finished: bool = False
+    """The worker has said that its work is done."""
+    applying: threading.Lock = field(default_factory=threading.Lock)
+    """Lock-free, held while its gradient goes in and is written down: by nobody else but who takes
+    a snapshot, for which everybody stands still a moment."""
+
+    def begin(self, header: PushHeader, now: float) -> None:
+        """Look at a push, before anybody is told of it."""
+        self.record = PushRecord(
+            self.worker,
+            self.incarnation,
+            header.sequence,
+            header.batch,
+            header.base_version,
+            header.epoch,
+            now,
+        )
+        self.awaits_reply = True
+        slot = self.end.gradient_slot(header)
+        if header.void or not usable(slot.values):
+            self.gradient = None
+            self.record.outcome = REJECTED
+            return
+        self.gradient = Gradient(
+            slot.values,
+            slot.mask.tolist() if header.masked else None,
+            slot.floats,
+            slot.ints,
+            self.worker,
+            header.base_version,
+            self.base,
+        )
+
+    def take_reply(self, header: ReplyHeader) -> None:
+        """The reply slot is filled, by whichever thread: `send_reply` has something to send."""
+        if self.base is not None:  # the gradient that is under way has the former one
+            self.base = self.end.reply_slot.values.clone()
+        self.reply = header
+        if self.reply_made is not None:
+            self.reply_made.notify()
+
+    def send_reply(self, clock: Callable[[], float]) -> None:
+        """Send the reply, if it is made; only ever called by the session's own thread."""
+        if self.reply is not None:
+            self.end.send(self.reply)
+            self.record.replied_s = clock()
+            self.reply = None
+            self.awaits_reply = False

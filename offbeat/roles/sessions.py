@@ -1,0 +1,269 @@
+"""The workers that are connected to one server, and what is done to its shard on their behalf.
+
+One thread per worker (its session) receives that worker's pushes and sends its replies. What is to
+be done the ledger says (ledger.py), and here it is carried out. Under the shard's lock: decide,
+apply, copy the parameters into the reply slots. Outside it: sending, each session to its own
+worker, so that a slow reader delays nobody. The lock-free discipline runs the same code with no
+lock and an updater per session. Used by roles/server.py:
+
+    sessions = Sessions(shard, Ledger(Sync(range(2))), index=0, ...)
+    sessions.load(state)
+    sessions.serve(end, worker=0, incarnation=0)     # a thread each, from the hello to the end
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from offbeat.accounts import REJECTED
+from offbeat.disciplines import Apply, Push, Reply
+from offbeat.errors import ConnectionClosedError
+from offbeat.events import EventLog
+from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
+from offbeat.roles.session import Session
+from offbeat.shard import Shard, ShardState, Updater
+from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
+
+POLL_S = 0.2
+"""How often a thread that waits for its worker looks whether the server is to stop."""
+TICK_S = 0.05
+"""How often the discipline is told the time while somebody waits for a reply."""
+MAKE_WAY_TIMEOUT_S = 10.0
+"""How long a worker that comes again waits for its former connection to end."""
+WORKER_TIMEOUT_S = 30.0
+CHECKED_UNLOCKED_FROM = 500_000
+"""Elements from which on a gradient is looked at before the lock is taken, since that takes so long
+that others should not have to wait for it. With a small one, threads that take turns at the
+interpreter's lock cost more than they gain."""
+
+
+class Sessions:
+    """`shard` and `ledger` belong to the sessions from here on."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        ledger: Ledger,
+        *,
+        index: int,
+        events: EventLog,
+        log: logging.Logger,
+        clock: Callable[[], float],
+        worker_timeout_s: float = WORKER_TIMEOUT_S,
+    ) -> None:
+        self.shard = shard
+        self.ledger = ledger
+        self.loaded = threading.Event()
+        """The master has given this server its shard."""
+        self._index = index
+        self._events = events
+        self._log = log
+        self._clock = clock
+        self._worker_timeout_s = worker_timeout_s
+        self._is_locked = ledger.discipline.locked
+        self._mutex = threading.Lock()
+        self._lock: contextlib.AbstractContextManager[Any] = (
+            self._mutex if self._is_locked else contextlib.nullcontext()
+        )
+        self._is_large = shard.params.numel() >= CHECKED_UNLOCKED_FROM
+        self._membership = threading.Condition()
+        """Held while somebody comes or goes; before the lock, where both are."""
+        self._sessions: dict[int, Session] = {}
+        self._shared_updater: Updater | None = None
+
+    # -- for the server ------------------------------------------------------------------------
+
+    def load(self, state: ShardState) -> bool:
+        """Go on from `state`; False: there is one already."""
+        with self._membership, self._lock:
+            if self.loaded.is_set():
+                return False
+            self.shard.load(state)
+            self.ledger.load(state.accounts)
+            if self._is_locked:
+                self._shared_updater = self.shard.make_updater()
+            self.loaded.set()
+        return True
+
+    def tell(self, event: Callable[[], Sequence[Action]]) -> None:
+        """Carry out what the ledger answers to something that no push brought about."""
+        with self._membership, self._lock:
+            self._carry_out(event())
+
+    def close(self, reason: str, *, over: bool) -> None:
+        """End all sessions, and tell the workers why."""
+        for session in list(self._sessions.values()):
+            session.end.close(reason, over=over)
+
+    # -- a worker comes and goes ---------------------------------------------------------------
+
+    def serve(self, end: ServerEnd, worker: int, incarnation: int) -> None:
+        """A session's thread, until the worker leaves or the server stops."""
+        session = self._join(end, worker, incarnation)
+        if session is None:
+            return
+        try:
+            while not self.ledger.is_closing:
+                header = end.receive(POLL_S)
+                if header is not None:
+                    self._handle(session, header)
+                elif end.finished_at is not None and not session.is_finished:
+                    self._finish(session, end.finished_at)
+                else:
+                    self._check_alive(session)
+        finally:
+            self._leave(session)
+
+    def _join(self, end: ServerEnd, worker: int, incarnation: int) -> Session | None:
+        while not self.loaded.wait(POLL_S):
+            if self.ledger.is_closing:
+                return None
+        with self._membership:
+            if self.ledger.is_outdated(worker, incarnation):
+                end.refuse(f"a newer worker {worker} is here already")
+                return None
+            if not self._make_way(worker):
+                end.close("this worker's former connection does not come to its end")
+                return None
+            with self._lock:
+                slot = end.reply_slot
+                version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
+                session = self._sessions[worker] = Session(
+                    end,
+                    worker,
+                    incarnation,
+                    updater=self._shared_updater or self.shard.make_updater(shared=True),
+                    reply_made=threading.Condition(self._mutex) if self._is_locked else None,
+                    base=slot.values.clone() if self.shard.rule.needs_base else None,
+                )
+                settled, actions = self.ledger.join(worker, incarnation, self._clock())
+                self._carry_out(actions)
+        end.welcome(WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining))
+        self._log.info(
+            "worker %d (incarnation %d) joined at version %d", worker, incarnation, version
+        )
+        return session
+
+    def _make_way(self, worker: int) -> bool:
+        """End what is left of a worker's former session; False: it takes too long."""
+        former = self._sessions.get(worker)
+        if former is not None:
+            former.end.close("another connection of the same worker took this one's place")
+        gone = lambda: worker not in self._sessions  # noqa: E731
+        return self._membership.wait_for(gone, MAKE_WAY_TIMEOUT_S)
+
+    def _check_alive(self, session: Session) -> None:
+        worker, num_heard = session.worker, session.end.num_heard
+        if self.ledger.silent_s(worker, num_heard, self._clock()) > self._worker_timeout_s:
+            raise ConnectionClosedError(
+                f"nothing was heard of worker {worker} for {self._worker_timeout_s:g} s"
+            )
+
+    def _finish(self, session: Session, sequence: int) -> None:
+        session.is_finished = True
+        self.tell(lambda: self.ledger.finish(session.worker, sequence))
+        self._log.info("worker %d finished", session.worker)
+
+    def _leave(self, session: Session) -> None:
+        with self._membership:
+            try:
+                self.tell(lambda: self.ledger.leave(session.worker))
+            finally:
+                del self._sessions[session.worker]
+                self._membership.notify_all()
+        self._log.info("worker %d left", session.worker)
+
+    # -- one push ------------------------------------------------------------------------------
+
+    def _handle(self, session: Session, header: PushHeader) -> None:
+        """Follow a gradient: decide, apply and reply in the discipline's order, then record it."""
+        if self._is_large:
+            session.begin(header, self._clock())
+        with self._lock:
+            if not self._is_large:
+                session.begin(header, self._clock())
+            now, later = cut(self.ledger.push(session.record, self.shard.version))
+            self._carry_out(now)
+        session.send_reply(self._clock)
+        if later:
+            with self._lock:
+                self._carry_out(later)
+        if session.awaits_reply:
+            self._await_reply(session)
+        self._record(session.record)
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Apply):
+                self._apply(action.pushes)
+            elif isinstance(action, Reply):
+                self._make_reply(self._sessions[action.worker])
+            elif isinstance(action, Snapshot):
+                action.request.snapshot = self._snapshot()
+            else:
+                assert isinstance(action, Dismiss)
+                raise ConnectionClosedError(action.reason, over=True)
+
+    def _apply(self, pushes: Sequence[Push]) -> None:
+        session = self._sessions[pushes[0].worker]
+        if self._is_locked:
+            self._make_update(session.updater, pushes)
+        else:
+            with session.applying:
+                self._make_update(session.updater, pushes)
+        self._carry_out(self.ledger.due(self.shard.version))
+
+    def _make_update(self, updater: Updater, pushes: Sequence[Push]) -> None:
+        """One update out of what these sessions pushed, written down together with it."""
+        gradients = [
+            gradient
+            for record in self.ledger.take_part(pushes, self.shard.version)
+            if (gradient := self._sessions[record.worker].gradient) is not None
+        ]
+        version = updater.apply(gradients) if gradients else None
+        self.ledger.applied(pushes, version, self._clock())
+
+    def _snapshot(self) -> ShardState:
+        """The shard and its accounts, with every update in both or in neither."""
+        with contextlib.ExitStack() as standing_still:
+            if not self._is_locked:
+                standing_still.enter_context(self._membership)
+                for session in self._sessions.values():
+                    standing_still.enter_context(session.applying)
+            return self.shard.state(self.ledger.copy_accounts())
+
+    def _make_reply(self, session: Session) -> None:
+        """Put the newest parameters into the session's slot, and make the header that goes with
+        them; its own thread sends both."""
+        slot, record, ledger = session.end.reply_slot, session.record, self.ledger
+        version, record.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
+        ledger.replied(record)
+        header = ReplyHeader(
+            record.sequence, version, record.outcome, ledger.epoch, ledger.is_draining
+        )
+        session.take_reply(header)
+
+    def _await_reply(self, session: Session) -> None:
+        """Wait until another session's push, a leave or a deadline answers this one."""
+        if session.reply_made is None:
+            return
+        with session.reply_made:
+            while session.reply is None and not self.ledger.is_closing:
+                session.reply_made.wait(TICK_S)
+                self._carry_out(self.ledger.tick(self._clock()))
+                if session.reply is None and not session.end.is_open():  # killed as it waited
+                    self._carry_out(self.ledger.vanish(session.worker))
+                    break
+        session.send_reply(self._clock)
+        self.ledger.abandon(session.record)
+
+    def _record(self, record: PushRecord) -> None:
+        if record.outcome == REJECTED:
+            self._log.warning(
+                "refused a gradient of worker %d (batch %d): not finite, or far too large",
+                record.worker,
+                record.batch,
+            )
+        self._events.record_line(record.event_line, self._index)
