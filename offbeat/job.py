@@ -180,7 +180,8 @@ class Job:
         ints = torch.zeros(layout.num_ints, dtype=torch.int64)
         if index == 0:
             model.write_buffers(floats, ints)
-            tensors |= {"floats": floats, "ints": ints}
+            buffers = {"floats": floats, "ints": ints}
+            tensors |= {name: values for name, values in buffers.items() if values.numel()}
         return ShardState(version=0, tensors=tensors, accounts={})
 
     def make_discipline(self) -> Discipline:

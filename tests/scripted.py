@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ def a_master(folder: RunFolder, job: Job, network: Network, **options: Any) -> I
             job.make_model(),
             events=events,
             log=logging.Logger("test"),
-            clock=lambda: 0.0,
+            clock=time.monotonic,
             stop=threading.Event(),
             connect_timeout_s=0.1,
             **options,

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset, IterableDataset
 import offbeat
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
 from offbeat.api import named
-from offbeat.checkpoint import newest_checkpoint
+from offbeat.checkpoint import load_checkpoint, newest_checkpoint
 from offbeat.config import DISCIPLINES, make_config
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
@@ -966,6 +966,20 @@ def test_the_master_commits_no_mixture_of_versions_but_asks_further_ahead(tmp_pa
     assert names == ["00000000", "00000040"]
     assert servers[0].asked == servers[1].asked == [0, 10, 20, 30, 0]
     assert folder.read_json(folder.state)["last_checkpoint"] == "00000040"
+
+
+def test_the_first_checkpoint_is_no_mixture_either(tmp_path: Path) -> None:
+    servers = [ScriptedServer([0, 9]), ScriptedServer([1, 9])]
+    folder = RunFolder(tmp_path)
+    job = toy_job(servers=2, workers=1, discipline="sync")
+    assert run_master(folder, job, servers) == "finished"
+    first = load_checkpoint(folder.checkpoints / "00000000")
+    assert [shard.version for shard in first.shards] == [0, 0]
+    initial = [job.initial_state(k, job.make_model()).tensors for k in range(2)]
+    assert all(
+        torch.equal(s.tensors["params"], i["params"])
+        for s, i in zip(first.shards, initial, strict=True)
+    )
 
 
 def test_a_master_that_fails_lets_the_servers_go(tmp_path: Path) -> None:

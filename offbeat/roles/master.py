@@ -243,7 +243,8 @@ class Master:
     def _open(self) -> None:
         statuses = [self._status_of(server) for server in self._servers]
         if not list_checkpoints(self._folder.checkpoints):
-            self._commit_if_new(self._snapshots_now())
+            snapshots = self._snapshots_now()  # workers may be at work already
+            self._commit_if_new(snapshots if self._may_commit(snapshots) else self._initial)
         else:  # servers that lived on may be ahead of it
             newest = newest_checkpoint(self._folder.checkpoints).recut(len(self._servers))
             self._last_versions = [state.version for state in newest]
@@ -298,7 +299,7 @@ class Master:
         elif all(status.ready for status in statuses):
             snapshots = [server.take() for server in self._servers]
             self._wanted = None
-            if _agree(snapshots) or not self.job.config.chosen.kind.exact:
+            if self._may_commit(snapshots):
                 self._ahead = 1
                 self._try_to_commit(snapshots)
             else:
@@ -389,6 +390,11 @@ class Master:
 
     # -- checkpoints ---------------------------------------------------------------------------
 
+    def _may_commit(self, snapshots: Sequence[ShardState]) -> bool:
+        """Whether these are of one version, where that can be had."""
+        agree = len({snapshot.version for snapshot in snapshots}) == 1
+        return agree or not self.job.config.chosen.kind.exact
+
     def _commit_if_new(self, snapshots: Sequence[ShardState]) -> None:
         if [s.version for s in snapshots] != self._last_versions:
             self._commit(snapshots)
@@ -428,7 +434,3 @@ class Master:
     def _newest_name(self) -> str | None:
         found = list_checkpoints(self._folder.checkpoints)
         return found[-1].name if found else None
-
-
-def _agree(snapshots: Sequence[ShardState]) -> bool:
-    return len({snapshot.version for snapshot in snapshots}) == 1
