@@ -40,7 +40,7 @@ from offbeat.errors import (
 )
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer, schedule_name
-from offbeat.plugins import find
+from offbeat.plugins import Choice, find
 from offbeat.randomness import make_generator, make_seed
 from offbeat.recipes.base import Recipe, accuracy
 from offbeat.rules import BUILT_IN as RULES
@@ -48,6 +48,7 @@ from offbeat.rules import Rule
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
+from offbeat.transport.codec import Codec
 
 MOST_MODEL_BYTES = 32_000
 """Of a model's description in a handshake."""
@@ -89,10 +90,13 @@ class Job:
     train: Source | None = None
     """None in a process that has no use for data."""
     test: Source | None = None
+    codec: Choice[Codec] | None = None
+    """What gradients travel as; None: as they are."""
 
     @property
     def fingerprint(self) -> str:
-        return self.manifest.fingerprint(repr(self.optimizer))
+        coded = "" if self.codec is None else f" as {self.codec.label}"
+        return self.manifest.fingerprint(repr(self.optimizer) + coded)
 
     @property
     def agreement(self) -> Message:
@@ -105,6 +109,7 @@ class Job:
             "optimizer": repr(self.optimizer),
             "model": model if len(json.dumps(model)) < MOST_MODEL_BYTES else None,
             "fingerprint": self.fingerprint,
+            **({} if self.codec is None else {"codec": self.codec.label}),
         }
 
     @property
@@ -147,11 +152,13 @@ class Job:
         """What travels between a worker and this shard's server; buffers go to shard 0."""
         lo, hi = self.slices[shard]
         first = shard == 0
+        codec = self.make_codec()
         return Layout(
             num_elements=hi - lo,
             num_tensors=len(self.manifest.tensors),
             num_floats=self.manifest.num_floats if first else 0,
             num_ints=self.manifest.num_ints if first else 0,
+            coded_bytes=None if codec is None else codec.capacity(hi - lo),
         )
 
     def make_shard(self, index: int) -> Shard:
@@ -190,6 +197,10 @@ class Job:
 
     def make_rule(self) -> Rule:
         return find(self.config.reduce, RULES, Rule, "rule")()
+
+    def make_codec(self) -> Codec | None:
+        """For a link of a worker's, or a session of a server's; None: there is nothing to code."""
+        return None if self.codec is None else self.codec.kind(**self.codec.values)
 
     def num_steps(self, rank: int) -> int | None:
         """How many gradients worker `rank` will compute, where that is known beforehand."""
@@ -513,6 +524,7 @@ def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         ("protocol", "the protocol's version"),
         ("num_shards", "the number of servers"),
         ("optimizer", "the optimizer"),
+        ("codec", "the codec"),
     ):
         if theirs.get(key) != ours.get(key):
             return f"{name} is {theirs.get(key)} there, {ours.get(key)} here"

@@ -2,8 +2,8 @@
 
 Parameters come from the servers and gradients go to them through the CPU's memory. One tower on the
 CPU is the plain case: there the model's parameters lie where the replies arrive, and nothing is
-copied. Any other tower has its parameters on its own device; the memory on the CPU's side is pinned
-for CUDA, so that copies are asynchronous and need no stop on the way.
+copied. Any other tower has its parameters on its own device: a staging (transport/staging.py) takes
+them there, and gradients back.
 
     towers = Towers([model], [torch.device("cuda:0")], amp=False)
     parts = towers.deal(batch)              # each tower's part of it, on its device
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from offbeat.data.batches import Batch, batch_length, map_tensors
 from offbeat.errors import ConfigError, RecipeError
 from offbeat.flat import FlatModel
+from offbeat.transport.staging import Staging, make_staging
 
 CPU = torch.device("cpu")
 Parts = list[tuple[float, Batch]]
@@ -58,8 +59,14 @@ class Towers:
     """One thread uses it. `models` are alike; each is moved to the device of the same number."""
 
     def __init__(
-        self, models: Sequence[FlatModel], devices: Sequence[torch.device], *, amp: bool = False
+        self,
+        models: Sequence[FlatModel],
+        devices: Sequence[torch.device],
+        *,
+        amp: bool = False,
+        staging: Staging | None = None,
     ) -> None:
+        """`staging`: None: the one for these devices."""
         self.models = list(models)
         self.devices = list(devices)
         self.model = self.models[0]
@@ -68,7 +75,7 @@ class Towers:
         self._amp = amp
         self._is_plain = self.devices == [CPU]
         self._weights: list[float] = []
-        self._pinned: dict[int, bool] = {}
+        self._staging = staging or make_staging(self.devices)
         if self._is_plain:
             self.landing = self.model.params
             """Where the servers' parameters arrive, in the CPU's memory."""
@@ -111,12 +118,10 @@ class Towers:
         given other memory, and were put back."""
         if self._is_plain:
             return self.model.loaded()
-        self._pin(self.landing)
-        moved: list[str] = []
         for model in self.models:
-            model.params.copy_(self.landing, non_blocking=True)
-            moved += model.loaded()
-        return moved
+            self._staging.upload(self.landing, model.params)
+        self._staging.ready()
+        return [name for model in self.models for name in model.loaded()]
 
     def read_buffers(self, floats: Tensor, ints: Tensor) -> None:
         for model in self.models:
@@ -178,11 +183,9 @@ class Towers:
                     total.add_(gradient.to(total.device, non_blocking=True), alpha=weight)
         lo = 0
         for piece in slices:
-            self._pin(piece)
-            piece.copy_(total[lo : lo + piece.numel()], non_blocking=True)
+            self._staging.download(total[lo : lo + piece.numel()], piece)
             lo += piece.numel()
-        if total.device.type == "cuda":
-            torch.cuda.current_stream(total.device).synchronize()
+        self._staging.done()
         return [any(column) for column in zip(*present, strict=True)]
 
     def _precision(self, model: FlatModel) -> contextlib.AbstractContextManager[Any]:
@@ -190,27 +193,9 @@ class Towers:
             return contextlib.nullcontext()
         return torch.autocast(model.params.device.type, dtype=torch.bfloat16)
 
-    # -- pinned memory -------------------------------------------------------------------------
-
-    def _pin(self, tensor: Tensor) -> None:
-        """Have CUDA know this memory, which it then copies from and to by itself. Where that is not
-        possible, copies are slower."""
-        if self.first_device.type != "cuda" or tensor.data_ptr() in self._pinned:
-            return
-        size = tensor.numel() * tensor.element_size()
-        done = int(_cudart().cudaHostRegister(tensor.data_ptr(), size, 0)) == 0
-        self._pinned[tensor.data_ptr()] = done
-
-    def unpin(self) -> None:
+    def forget(self) -> None:
         """Before the memory that was used so far goes away."""
-        for address, done in self._pinned.items():
-            if done:
-                _cudart().cudaHostUnregister(address)
-        self._pinned = {}
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._staging.forget()
 
 
 def _part(batch: Batch, lo: int, hi: int, device: torch.device) -> Batch:

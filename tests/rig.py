@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from coding import coded
 from helpers import make_discipline
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from offbeat.roles.calls import state_from
 from offbeat.roles.server import Server
 from offbeat.shard import Shard, ShardState, segments_of
 from offbeat.transport.base import Layout, Listener, PushHeader, ReplyHeader, WorkerEnd
+from offbeat.transport.codec import Codec, encoding
 from offbeat.transport.inproc import InprocListener
 from offbeat.transport.sockets import SocketListener, connect
 from offbeat.transport.terms import Terms
@@ -146,8 +148,10 @@ class Rig:
         transport: str = "inproc",
         server_options: dict[str, Any] | None = None,
         ledger_options: dict[str, Any] | None = None,
+        make_codec: Callable[[], Codec | None] = lambda: None,
         **shard_options: Any,
     ) -> None:
+        self.make_codec = make_codec
         self.manifest = manifest_of(sizes)
         optimizer = shard_options.pop("optimizer", SGD(lr=1.0))
         total = self.manifest.num_elements
@@ -157,7 +161,8 @@ class Rig:
             optimizer,
             **shard_options,
         )
-        self.layout = Layout(total, len(self.manifest.tensors))
+        codec, plain = make_codec(), Layout(total, len(self.manifest.tensors))
+        self.layout = plain if codec is None else coded(plain, codec)
         self.listener = open_listener(transport, self.layout)
         self.log = logging.Logger("test")
         self.log.addHandler(logging.NullHandler())
@@ -172,6 +177,7 @@ class Rig:
             events=self.events,
             log=self.log,
             clock=clock,
+            make_codec=make_codec,
             **{"agreement": {"fingerprint": "same"}, **(server_options or {})},
         )
         self.server.start()
@@ -180,7 +186,8 @@ class Rig:
 
     def join(self, worker: int, fingerprint: str = "same", incarnation: int = 0) -> Hand:
         hello = {"worker": worker, "incarnation": incarnation, "fingerprint": fingerprint}
-        return Hand(knock(self.listener, hello, self.layout), worker, incarnation)
+        link = encoding(knock(self.listener, hello, self.layout), self.make_codec())
+        return Hand(link, worker, incarnation)
 
     def drain(self, timeout_s: float = TIMEOUT_S) -> bool:
         """Wait until every session has ended, and so every accepted gradient is applied."""

@@ -1,6 +1,7 @@
 """A worker's exchange with servers that a test scripts: what it does when one of them goes away."""
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from coding import Halves
 from helpers import toy_job
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from offbeat.accounts import APPLIED, DROPPED
 from offbeat.errors import ConnectionClosedError
 from offbeat.events import EventLog, read_events
 from offbeat.job import Job
+from offbeat.plugins import Choice
 from offbeat.roles.exchange import Exchange
 from offbeat.transport.base import (
     CallEnd,
@@ -27,6 +30,7 @@ from offbeat.transport.base import (
     WelcomeHeader,
     WorkerEnd,
 )
+from offbeat.transport.codec import Codec
 
 BROKEN = ConnectionClosedError("the connection broke")
 OVER = ConnectionClosedError("the run is finished", over=True)
@@ -50,7 +54,7 @@ class ScriptedLink(WorkerEnd):
         self.is_closed = False
 
     def open(self, layout: Layout) -> None:
-        self._slots = [Slot.allocate(layout) for _ in range(2)]
+        self._slots = [Slot.allocate(layout.gradient) for _ in range(2)]
         self.reply_slot = Slot.allocate(layout)
         self.reply_slot.values.fill_(self.value)
 
@@ -105,22 +109,30 @@ class Place:
 
     def __init__(self, job: Job, network: ScriptedLinks) -> None:
         self.landing = torch.zeros(job.slices[-1][1])
-        self.open_when_unpinned: list[bool] = []
+        self.open_when_forgotten: list[bool] = []
         self._links = [link for of_shard in network._links for link in of_shard]
 
     def adopt(self, landing: Tensor) -> None:
         self.landing = landing
 
-    def unpin(self) -> None:
-        self.open_when_unpinned.append(not self._links[0].is_closed)
+    def forget(self) -> None:
+        self.open_when_forgotten.append(not self._links[0].is_closed)
 
 
 class Rigged:
     """An exchange of rank 1 with scripted links, as many as `links` has lists."""
 
-    def __init__(self, folder: Path, *links: list[ScriptedLink], **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *links: list[ScriptedLink],
+        codec: type[Codec] | None = None,
+        **options: Any,
+    ) -> None:
         self.folder = folder
         self.job = toy_job(servers=len(links), workers=2, **options)
+        if codec is not None:
+            self.job = dataclasses.replace(self.job, codec=Choice.default(codec))
         self.network = ScriptedLinks(*links)
         self.place = Place(self.job, self.network)
         self.events = EventLog(folder / "worker-1.jsonl")
@@ -257,7 +269,7 @@ def test_a_reply_of_another_epoch_makes_a_worker_join_again(
     assert rig.exchange.await_all() == outcome
     assert rig.rejoins() == [(0, 0, 1, 5, 3)]
     assert former.is_closed and not newer.is_closed
-    assert rig.place.open_when_unpinned == [True], "unpinned before the memory goes"
+    assert rig.place.open_when_forgotten == [True], "forgotten before the memory goes"
     assert (rig.exchange.versions, rig.landed()) == ([3, 6], [{2.0}, {3.0}])
     assert newer.pushed == [], "what was computed for another server is not for this one"
     rig.push(2)
@@ -313,6 +325,45 @@ def test_buffers_are_pushed_again_too(rigged: Any, monkeypatch: pytest.MonkeyPat
     links[1].reply_slot.ints.fill_(8)
     floats, ints = rig.exchange.buffers
     assert (floats.tolist(), ints.tolist()) == ([0, 0], [8])
+
+
+@pytest.mark.parametrize("settled", [0, 1])
+def test_what_a_codec_keeps_outlives_a_connection_and_counts_once(
+    rigged: Any, settled: int
+) -> None:
+    """Whether the gradient had arrived before the connection broke or has to be sent again."""
+    links = [
+        ScriptedLink(1.0, welcome(5), BROKEN),
+        ScriptedLink(1.0, welcome(5 + settled, settled), *[reply(1, 6)] * (1 - settled)),
+    ]
+    links[1].script.append(reply(2, 7))
+    rig = rigged(links, codec=Halves)
+    rig.exchange.join()
+    for step, value in ((1, 1 / 3), (2, 1e-3)):
+        rig.push(step, value=value)
+        assert rig.exchange.await_all() == "applied"
+    sent = [payload[0] for link in links for _, payload in link.pushed]
+    without_break = Halves()
+    expected = [encoded(without_break, value, rig.job.slices[0][1]) for value in (1 / 3, 1e-3)]
+    assert expected[1] != encoded(Halves(), 1e-3, rig.job.slices[0][1]), "nothing was kept"
+    assert sent == [expected[0], *[expected[0]] * (1 - settled), expected[1]]
+
+
+def encoded(codec: Codec, value: float, num_elements: int) -> list[int]:
+    wire = torch.zeros(codec.capacity(num_elements), dtype=torch.uint8)
+    return wire[: codec.encode(torch.full((num_elements,), value), wire)].tolist()
+
+
+def test_an_unusable_gradient_does_not_stay_in_what_a_codec_keeps(rigged: Any) -> None:
+    link = ScriptedLink(0.0, welcome(0), reply(1, 0, "rejected"), reply(2, 1))
+    rig = rigged([link], codec=Halves)
+    rig.exchange.join()
+    rig.push(1, value=float("nan"))
+    assert rig.exchange.await_all() == "rejected"
+    rig.push(2, value=1 / 3)
+    (void, _), (header, (values, *_)) = link.pushed
+    assert (void.void, void.num_bytes) == (True, 0)
+    assert not header.void and values == encoded(Halves(), 1 / 3, rig.job.slices[0][1])
 
 
 def test_in_sync_a_gradient_is_late_once_its_round_has_closed(rigged: Any) -> None:

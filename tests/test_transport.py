@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coding import Largest, coded
 from rig import SECURED, TRANSPORTS, knock, open_listener
 
 from offbeat.accounts import REJECTED
@@ -27,6 +28,7 @@ from offbeat.transport.base import (
     WelcomeHeader,
     WorkerEnd,
 )
+from offbeat.transport.codec import Codec, decoding, encoding
 from offbeat.transport.inproc import InprocListener
 from offbeat.transport.sockets import (
     SocketListener,
@@ -46,14 +48,23 @@ T = 10.0
 Connect = Callable[[], WorkerEnd]
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "coded"])
+def codec(request: pytest.FixtureRequest) -> Codec | None:
+    """One with room for every value, so that nothing is lost."""
+    return Largest(most=LAYOUT.num_elements) if request.param else None
+
+
 @pytest.fixture(params=[*TRANSPORTS, *SECURED])
-def transport(request: pytest.FixtureRequest) -> Iterator[tuple[Listener, Connect]]:
+def transport(
+    request: pytest.FixtureRequest, codec: Codec | None
+) -> Iterator[tuple[Listener, Connect]]:
     """A listener and a way to connect to it; whatever a test leaves open is closed for it."""
-    listener = open_listener(request.param, LAYOUT)
+    layout = LAYOUT if codec is None else coded(LAYOUT, codec)
+    listener = open_listener(request.param, layout)
     opened: list[WorkerEnd | ServerEnd] = []
 
     def connect() -> WorkerEnd:
-        end = knock(listener, HELLO, LAYOUT)
+        end = encoding(knock(listener, HELLO, layout), codec)
         opened.append(end)
         return end
 
@@ -62,6 +73,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[tuple[Listener, Connec
     def remembering(timeout_s: float) -> ServerEnd | None:
         end = accept(timeout_s)
         if end is not None:
+            end = decoding(end, codec, pytest.fail)
             opened.append(end)
         return end
 
@@ -101,7 +113,7 @@ def test_the_welcome_brings_the_hello_up_and_parameters_down(
 
 @pytest.mark.parametrize("void", [True, False])
 def test_a_push_brings_header_gradient_mask_and_buffers(
-    transport: tuple[Listener, Connect], void: bool
+    transport: tuple[Listener, Connect], codec: Codec | None, void: bool
 ) -> None:
     worker, server = connected(transport)
     slot = worker.gradient_slot
@@ -114,7 +126,8 @@ def test_a_push_brings_header_gradient_mask_and_buffers(
     received = server.receive(T)
     assert received is not None and received == header
     payload = server.gradient_slot(received)
-    assert payload.values.tolist() == [0, 1, 2, 3, 4]
+    is_coded = codec is not None and not void  # a codec is shown no gradient that is void
+    assert payload.values.tolist() == ([0, 1, 2, 3, 4] if is_coded or codec is None else [0] * 5)
     assert payload.mask.tolist() == [1, 0]
     assert payload.floats.tolist() == [2.5] * 3
     assert payload.ints.tolist() == [2**40]
@@ -188,6 +201,27 @@ def test_a_server_that_leaves_is_noticed_with_its_reason(
     for _ in range(2):
         with pytest.raises(ConnectionClosedError, match="out of memory"):
             worker.wait_reply(T)
+
+
+def test_a_push_is_sent_again_over_another_connection_as_it_was(
+    transport: tuple[Listener, Connect],
+) -> None:
+    former, server = connected(transport)
+    slot, header = former.gradient_slot, push(1)
+    slot.values.copy_(torch.tensor([0.0, 1.5, 0.0, -2.0, 0.25]))
+    slot.mask.copy_(torch.tensor([1, 0]))
+    slot.floats.fill_(2.5)
+    slot.ints.fill_(7)
+    former.push(header)
+    assert server.receive(T) == header
+    server.close("broken")
+    worker, server = connected(transport)
+    worker.push_again(header, former.pushed_slot)
+    assert server.receive(T) == header
+    payload = server.gradient_slot(header)
+    assert payload.values.tolist() == [0.0, 1.5, 0.0, -2.0, 0.25]
+    assert payload.mask.tolist() == [1, 0]
+    assert (payload.floats.tolist(), payload.ints.tolist()) == ([2.5] * 3, [7])
 
 
 def try_to_join(connect: Connect, errors: list[Exception]) -> threading.Thread:

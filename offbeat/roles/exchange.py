@@ -37,6 +37,7 @@ from offbeat.transport.base import (
     WorkerEnd,
     keep_trying,
 )
+from offbeat.transport.codec import encoding
 
 POLL_S = 0.2
 """How often a worker that waits for a reply looks whether the run is being stopped."""
@@ -53,7 +54,7 @@ class Landing(Protocol):
     def adopt(self, landing: Tensor) -> None:
         """From now on they arrive there."""
 
-    def unpin(self) -> None:
+    def forget(self) -> None:
         """The memory of a link is about to go away: let go of all that links have."""
 
 
@@ -87,6 +88,8 @@ class Exchange:
         self._stop = stop
         self._incarnation = incarnation
         self._connect_timeout_s = connect_timeout_s
+        self._codecs = [job.make_codec() for _ in job.slices]
+        """What they keep belongs to this worker and a shard, whichever connection there is."""
         self._links: list[WorkerEnd] = []
         self._pushed: list[PushHeader] = []
         """What went to each shard last."""
@@ -107,7 +110,7 @@ class Exchange:
     ) -> None:
         self._left.set()
         self._beats.join()
-        self._towers.unpin()
+        self._towers.forget()
         for link in self._links:
             link.close()
 
@@ -149,12 +152,13 @@ class Exchange:
         lo, hi = self._job.slices[shard]
         layout = self._job.layout(shard)
         params = self._towers.landing[lo:hi]
-        link = keep_trying(
+        made = keep_trying(
             lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params),
             self._connect_timeout_s,
             self._stop,
             self._clock,
         )
+        link = encoding(made, self._codecs[shard])
         if len(self._job.slices) == 1:  # the only server's replies need no further copy
             self._towers.adopt(link.reply_slot.values)
         return link
@@ -258,7 +262,7 @@ class Exchange:
         if reason.over or self._stop.is_set():
             raise reason
         self._log.warning("server %d: %s; looking for it", shard, reason)
-        self._towers.unpin()
+        self._towers.forget()
         former = self._links[shard].welcome
         self._links[shard].close()
         self._links[shard] = self._join(shard)
@@ -289,14 +293,7 @@ class Exchange:
     def _push_again(self, shard: int, former: WorkerEnd) -> None:
         """Send over the new connection what went over the former one, with the version that it was
         computed on."""
-        slot, pushed = self._links[shard].gradient_slot, former.pushed_slot
-        for mine, theirs in zip(
-            (slot.values, slot.mask, slot.floats, slot.ints),
-            (pushed.values, pushed.mask, pushed.floats, pushed.ints),
-            strict=True,
-        ):
-            mine.copy_(theirs)
-        self._links[shard].push(self._pushed[shard])
+        self._links[shard].push_again(self._pushed[shard], former.pushed_slot)
 
     # -- the end -------------------------------------------------------------------------------
 

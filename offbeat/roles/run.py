@@ -63,6 +63,7 @@ class ServerRole(Role):
             log=records.log(name),
             clock=context.clock,
             worker_timeout_s=job.config.worker_timeout,
+            make_codec=job.make_codec,
         )
 
     def run(self) -> None:

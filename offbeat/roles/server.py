@@ -37,6 +37,7 @@ from offbeat.roles.calls import (
 from offbeat.roles.sessions import POLL_S, WORKER_TIMEOUT_S, Sessions
 from offbeat.shard import Shard, ShardState
 from offbeat.transport.base import Listener, Message, ServerEnd
+from offbeat.transport.codec import Codec, decoding
 
 MOST_NUMBERS = 1 << 32
 """Ranks and incarnations that a header has room for."""
@@ -58,6 +59,7 @@ class Server:
         log: logging.Logger,
         clock: Callable[[], float],
         worker_timeout_s: float = WORKER_TIMEOUT_S,
+        make_codec: Callable[[], Codec | None] = lambda: None,
     ) -> None:
         """`agreement`: what whoever comes has to agree with."""
         self.shard = shard
@@ -77,6 +79,7 @@ class Server:
             worker_timeout_s=worker_timeout_s,
         )
         self._agreement = agreement
+        self._make_codec = make_codec
         self._events = events
         self._log = log
         self._ends_run = True
@@ -132,6 +135,7 @@ class Server:
                 while not self.is_stopping:
                     end.answer_calls(self.answer, POLL_S)
             else:
+                end = decoding(end, self._make_codec(), self._log.warning)
                 self.sessions.serve(end, hello["worker"], hello["incarnation"])
             end.close(self.reason, over=self.is_stopping and self._ends_run)
         except ConnectionClosedError as error:

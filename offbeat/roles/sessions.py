@@ -262,7 +262,7 @@ class Sessions:
     def _record(self, record: PushRecord) -> None:
         if record.outcome == REJECTED:
             self._log.warning(
-                "refused a gradient of worker %d (batch %d): not finite, or far too large",
+                "refused a gradient of worker %d (batch %d): not finite, too large, or unreadable",
                 record.worker,
                 record.batch,
             )

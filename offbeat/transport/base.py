@@ -25,7 +25,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +63,8 @@ class PushHeader:
     """The worker found its gradient unusable; there is none in the slot."""
     masked: bool = False
     """Some tensors got no gradient: the slot's mask says which."""
+    num_bytes: int = 0
+    """How many bytes of the slot a codec has filled; without a codec there are none to count."""
 
 
 @dataclass(slots=True)
@@ -102,6 +104,17 @@ class Layout:
     num_tensors: int
     num_floats: int = 0
     num_ints: int = 0
+    dtype: torch.dtype = torch.float32
+    coded_bytes: int | None = None
+    """The most that a codec makes of a gradient; None: it lies in the slot as it is. Parameters
+    always do."""
+
+    @property
+    def gradient(self) -> "Layout":
+        """Of a gradient slot."""
+        if self.coded_bytes is None:
+            return self
+        return replace(self, num_elements=self.coded_bytes, dtype=torch.uint8, coded_bytes=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +130,24 @@ class Slot:
     def allocate(cls, layout: Layout) -> "Slot":
         """One in ordinary memory, which says that every tensor has a gradient."""
         return cls(
-            torch.zeros(layout.num_elements),
+            torch.zeros(layout.num_elements, dtype=layout.dtype),
             torch.ones(layout.num_tensors, dtype=torch.uint8),
             torch.zeros(layout.num_floats),
             torch.zeros(layout.num_ints, dtype=torch.int64),
         )
+
+    def filled(self, num_bytes: int) -> "Slot":
+        """Where a codec fills it: with no more of it than it has filled."""
+        if self.values.dtype != torch.uint8:
+            return self
+        return replace(self, values=self.values[: min(num_bytes, self.values.numel())])
+
+    def copy_(self, other: "Slot") -> None:
+        """Hold what `other` holds."""
+        self.values.copy_(other.values)
+        self.mask.copy_(other.mask)
+        self.floats.copy_(other.floats)
+        self.ints.copy_(other.ints)
 
 
 class WorkerEnd(ABC):
@@ -142,13 +168,18 @@ class WorkerEnd(ABC):
     @property
     @abstractmethod
     def pushed_slot(self) -> Slot:
-        """What the last push took its payload from; to be read when the connection has broken, in
+        """The payload of the last push as it travels; to be read when the connection has broken, in
         order to push it again over another one."""
 
     @abstractmethod
     def push(self, header: PushHeader) -> None:
         """Hand the gradient slot's payload to the server; waits for nothing but the network to take
         it. When the server is gone nothing happens, and `wait_reply` says so."""
+
+    def push_again(self, header: PushHeader, pushed: Slot) -> None:
+        """Hand over what the `pushed_slot` of a connection that broke holds, to the last bit."""
+        self.gradient_slot.copy_(pushed)
+        self.push(header)
 
     @abstractmethod
     def wait_reply(self, timeout_s: float) -> ReplyHeader | None:

@@ -39,7 +39,7 @@ class _Channel:
         self.worker_left = False
         self.server_left = False
         if layout is not None:
-            self.gradients = (Slot.allocate(layout), Slot.allocate(layout))
+            self.gradients = (Slot.allocate(layout.gradient), Slot.allocate(layout.gradient))
             reply = Slot.allocate(layout)
             if params is not None:
                 reply = Slot(params, reply.mask, reply.floats, reply.ints)

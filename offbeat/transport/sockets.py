@@ -136,7 +136,7 @@ class SocketWorkerEnd(WorkerEnd):
         return self._slots.gradients[(self._num_pushed - 1) % 2]
 
     def push(self, header: PushHeader) -> None:
-        slot = self.gradient_slot if self._inline else None
+        slot = self.gradient_slot.filled(header.num_bytes) if self._inline else None
         self._num_pushed += 1
         with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
             _send_payload(self._connection, pack_push, header, slot)
@@ -226,7 +226,8 @@ class SocketServerEnd(ServerEnd):
         self._num_received += 1
         header = frame.push()
         if self._inline:
-            _read_payload(self._connection, frame, self.gradient_slot(header))
+            slot = self.gradient_slot(header).filled(header.num_bytes)
+            _read_payload(self._connection, frame, slot)
         elif frame.length:
             raise self._connection.lost("a payload where none is expected")
         return header
@@ -395,10 +396,11 @@ class _Slots:
     """Two gradient slots and one reply slot, in ordinary or in shared memory."""
 
     def __init__(self, layout: Layout, buffer: mmap.mmap | None = None) -> None:
-        made = [
-            Slot.allocate(layout) if buffer is None else _slot_in(layout, buffer, number)
-            for number in range(3)
-        ]
+        start = 0
+        made = []
+        for part in (layout.gradient, layout.gradient, layout):
+            made.append(Slot.allocate(part) if buffer is None else _slot_in(part, buffer, start))
+            start += _slot_bytes(part)
         self.gradients = made[:2]
         self.reply = made[2]
 
@@ -408,12 +410,12 @@ class _Slots:
 
     @staticmethod
     def num_bytes(layout: Layout) -> int:
-        return 3 * _slot_bytes(layout)
+        return 2 * _slot_bytes(layout.gradient) + _slot_bytes(layout)
 
 
 def _slot_bytes(layout: Layout) -> int:
     size = (
-        aligned(4 * layout.num_elements)
+        aligned(layout.dtype.itemsize * layout.num_elements)
         + aligned(4 * layout.num_floats)
         + aligned(8 * layout.num_ints)
         + aligned(layout.num_tensors)
@@ -421,13 +423,12 @@ def _slot_bytes(layout: Layout) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # memory is pinned for a GPU by whole pages
 
 
-def _slot_in(layout: Layout, buffer: mmap.mmap, number: int) -> Slot:
-    start = number * _slot_bytes(layout)
-    floats_at = start + aligned(4 * layout.num_elements)
+def _slot_in(layout: Layout, buffer: mmap.mmap, start: int) -> Slot:
+    floats_at = start + aligned(layout.dtype.itemsize * layout.num_elements)
     ints_at = floats_at + aligned(4 * layout.num_floats)
     mask_at = ints_at + aligned(8 * layout.num_ints)
     return Slot(
-        values=view(buffer, torch.float32, layout.num_elements, start),
+        values=view(buffer, layout.dtype, layout.num_elements, start),
         mask=view(buffer, torch.uint8, layout.num_tensors, mask_at),
         floats=view(buffer, torch.float32, layout.num_floats, floats_at),
         ints=view(buffer, torch.int64, layout.num_ints, ints_at),

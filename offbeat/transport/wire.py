@@ -26,8 +26,8 @@ from offbeat.transport.base import Message, PushHeader, ReplyHeader, WelcomeHead
 MAGIC = b"OFFB"
 FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
 """magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
-sequence, batch, base version, reply version + 1, settled sequence: 76 bytes. Zero is what a type of
-frame has nothing to say of."""
+sequence, batch, base version, reply version + 1, and the settled sequence, or in a push how many
+bytes a codec has filled: 76 bytes. Zero is what a type of frame has nothing to say of."""
 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
 FINISH = 12
@@ -84,11 +84,27 @@ class Frame:
         return int(self._fields[10])
 
     def push(self) -> PushHeader:
-        _, _, _, _, flags, shard, worker, incarnation, epoch, _, sequence, batch, base, _, _ = (
-            self._fields
-        )
+        (
+            _,
+            _,
+            _,
+            _,
+            flags,
+            shard,
+            worker,
+            incarnation,
+            epoch,
+            _,
+            sequence,
+            batch,
+            base,
+            _,
+            filled,
+        ) = self._fields
         void, masked = flags & _FLAG != 0, flags & _MASKED != 0
-        return PushHeader(worker, incarnation, sequence, base, batch, epoch, shard, void, masked)
+        return PushHeader(
+            worker, incarnation, sequence, base, batch, epoch, shard, void, masked, filled
+        )
 
     def reply(self) -> ReplyHeader:
         _, _, _, status, flags, _, _, _, epoch, _, sequence, _, _, version, _ = self._fields
@@ -121,7 +137,7 @@ def pack_push(header: PushHeader, length: int = 0) -> bytes:
         header.batch,
         header.base_version,
         0,
-        0,
+        header.num_bytes,
     )
 
 
