@@ -7,15 +7,53 @@ from typing import Any
 import pytest
 import torch
 from helpers import toy_job, toy_model, toy_recipe
-from torch import nn
+from torch import Tensor, nn
 
 import offbeat
 from offbeat.config import DISCIPLINES
 from offbeat.data.batches import map_tensors, prepared_ahead
 from offbeat.errors import ConfigError
 from offbeat.towers import CPU, Towers, find_devices
+from offbeat.transport.staging import CpuStaging, CudaStaging, Staging, make_staging
 
 HAS_GPU = torch.cuda.is_available()
+
+
+class LateStaging(Staging):
+    """As asynchronous as it may be: copies nothing before it is waited for."""
+
+    def __init__(self) -> None:
+        self.uploads: list[tuple[Tensor, Tensor]] = []
+        self.downloads: list[tuple[Tensor, Tensor]] = []
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        self.uploads.append((source, target))
+
+    def ready(self) -> None:
+        self._copy(self.uploads)
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        self.downloads.append((source, target))
+
+    def done(self) -> None:
+        assert not self.uploads, "the devices were never ready"
+        self._copy(self.downloads)
+
+    def forget(self) -> None:
+        assert not (self.uploads or self.downloads), "the memory goes away under a copy"
+
+    def _copy(self, begun: list[tuple[Tensor, Tensor]]) -> None:
+        for source, target in begun:
+            target.copy_(source)
+        begun.clear()
+
+
+@pytest.fixture(params=["cpu", "late"])
+def staging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What towers that are made in a test have."""
+    if request.param == "late":
+        monkeypatch.setattr("offbeat.towers.make_staging", lambda devices: LateStaging())
+    return str(request.param)
 
 
 def train(**options: Any) -> dict[str, torch.Tensor]:
@@ -25,7 +63,9 @@ def train(**options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("towers", [2, 3])
-def test_n_towers_are_one_step_on_the_n_fold_batch(towers: int, tmp_path: Path) -> None:
+def test_n_towers_are_one_step_on_the_n_fold_batch(
+    towers: int, staging: str, tmp_path: Path
+) -> None:
     options = {"workers": 1, "epochs": 3}
     devices = ",".join(["cpu"] * towers)
     many = train(**options, batch_size=7, devices=devices, run_dir=tmp_path / "many")
@@ -37,7 +77,7 @@ def test_n_towers_are_one_step_on_the_n_fold_batch(towers: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_towers_train_under_every_discipline(discipline: str, tmp_path: Path) -> None:
+def test_towers_train_under_every_discipline(discipline: str, staging: str, tmp_path: Path) -> None:
     result = offbeat.train(
         toy_recipe(epochs=15),
         discipline=discipline,
@@ -72,7 +112,7 @@ def test_towers_train_in_processes(discipline: str, tmp_path: Path) -> None:
     assert examples == 12 * 2 * 10, "each tower has a batch of its own"
 
 
-def test_a_batch_of_fewer_examples_than_towers_is_dealt_out() -> None:
+def test_a_batch_of_fewer_examples_than_towers_is_dealt_out(staging: str) -> None:
     job = toy_job()
     towers = Towers([job.make_model() for _ in range(3)], [CPU, CPU, CPU])
     x, y = torch.randn(2, 6), torch.tensor([0, 1])
@@ -88,7 +128,7 @@ def test_a_batch_of_fewer_examples_than_towers_is_dealt_out() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_buffers_of_towers_are_averaged() -> None:
+def test_buffers_of_towers_are_averaged(staging: str) -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(6), toy_model())
 
@@ -102,6 +142,43 @@ def test_buffers_of_towers_are_averaged() -> None:
     means = [x[:4].mean(dim=0), x[4:].mean(dim=0)]
     torch.testing.assert_close(floats[:6], 0.1 * (means[0] + means[1]) / 2)
     assert ints.item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_are_there_when_models_show_them(dtype: torch.dtype, staging: str) -> None:
+    """Also in a model that keeps them in another dtype, and has to convert what has come."""
+    job = toy_job(toy_recipe(model=lambda: toy_model().to(dtype)))
+    many = Towers([job.make_model() for _ in range(2)], [CPU, CPU])
+    many.landing.fill_(0.5)
+    assert many.loaded() == []
+    for model in many.models:
+        assert all(bool((p == 0.5).all()) for p in model.parameters)
+
+
+def test_one_tower_on_the_cpu_computes_in_the_slots_themselves() -> None:
+    class Unused(LateStaging):
+        def upload(self, source: Tensor, target: Tensor) -> None:
+            raise AssertionError
+
+        download = upload
+
+    job = toy_job()
+    alone = Towers([job.make_model()], [CPU], staging=Unused())
+    reply, gradient = torch.full_like(alone.landing, 0.5), torch.empty_like(alone.landing)
+    alone.adopt(reply)
+    reply.fill_(0.25)
+    alone.loaded()
+    first = alone.model.parameters[0]
+    assert first.data_ptr() == reply.data_ptr() and bool((first == 0.25).all())
+    alone.compute(job.recipe.loss, alone.deal((torch.randn(2, 6), torch.tensor([0, 1]))))
+    assert all(alone.take_gradient([gradient])) and bool(gradient.isfinite().all())
+
+
+def test_staging_goes_by_the_devices() -> None:
+    gpu = torch.device("cuda", 0)
+    assert isinstance(make_staging([CPU, CPU]), CpuStaging)
+    assert isinstance(make_staging([gpu]), CudaStaging)
+    assert isinstance(make_staging([CPU, gpu]), CudaStaging)
 
 
 @pytest.mark.parametrize(

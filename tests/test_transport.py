@@ -166,6 +166,7 @@ def test_a_gradient_outlives_the_writing_of_the_next_one(
     second = server.receive(T)
     assert second is not None
     assert server.gradient_slot(second).values.tolist() == [2] * 5
+    assert payload.values.tolist() == [1] * 5, "until the reply to the second"
 
 
 def test_waiting_for_nothing_ends_with_the_timeout(transport: tuple[Listener, Connect]) -> None:
