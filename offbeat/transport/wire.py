@@ -84,26 +84,12 @@ class Frame:
         return int(self._fields[10])
 
     def push(self) -> PushHeader:
-        (
-            _,
-            _,
-            _,
-            _,
-            flags,
-            shard,
-            worker,
-            incarnation,
-            epoch,
-            _,
-            sequence,
-            batch,
-            base,
-            _,
-            filled,
-        ) = self._fields
+        _, _, _, _, flags, shard, worker, incarnation, epoch, _, sequence, batch, base, _, size = (
+            self._fields
+        )
         void, masked = flags & _FLAG != 0, flags & _MASKED != 0
         return PushHeader(
-            worker, incarnation, sequence, base, batch, epoch, shard, void, masked, filled
+            worker, incarnation, sequence, base, batch, epoch, shard, void, masked, size
         )
 
     def reply(self) -> ReplyHeader:
