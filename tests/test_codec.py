@@ -15,9 +15,9 @@ from torch import Tensor
 
 import offbeat
 from offbeat import api
+from offbeat.accounts import APPLIED, REJECTED
 from offbeat.errors import ConnectionClosedError
 from offbeat.job import make_job
-from offbeat.ledger import APPLIED, REJECTED
 from offbeat.plugins import Choice
 from offbeat.transport.codec import Codec, encoding
 from offbeat.transport.wire import Connection
@@ -150,7 +150,7 @@ def test_without_a_codec_nothing_is_wrapped(tmp_path: Path) -> None:
             made.listener, {"worker": 0, "incarnation": 0, "fingerprint": "same"}, made.layout
         )
         assert encoding(link, None) is link
-        wait_until(lambda: made.server.present() == [0], "the worker is in")
+        wait_until(lambda: made.server.ledger.members.keys() == {0}, "the worker is in")
         link.close()
     job = toy_job()
     assert list(job.agreement) == ["protocol", "num_shards", "optimizer", "model", "fingerprint"]
@@ -170,8 +170,8 @@ def test_sides_that_mean_other_codecs_are_told_so(
     ours: Choice[Codec] | None, theirs: Choice[Codec] | None, reason: str, tmp_path: Path
 ) -> None:
     servers, workers = (dataclasses.replace(toy_job(), codec=codec) for codec in (ours, theirs))
-    with rig(tmp_path, "apply-reply", 1) as made:
-        made.server._agreement = servers.agreement
+    agreed = {"agreement": servers.agreement}
+    with rig(tmp_path, "apply-reply", 1, server_options=agreed) as made:
         hello = {"worker": 0, "incarnation": 0, **workers.agreement}
         with pytest.raises(ConnectionClosedError, match=f"server 0 has another run: .*{reason}"):
             knock(made.listener, hello, made.layout)
