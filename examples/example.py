@@ -19,7 +19,7 @@ from offbeat.cli import main
 from offbeat.data import fetch
 from offbeat.data.datasets import load_dataset
 from offbeat.errors import MissingDataError
-from offbeat.progress import make_meter, say
+from offbeat.run.progress import make_meter, say
 
 HOSTS = [f"localhost:{port}" for port in (2222, 2223, 2224, 2225)]
 

@@ -10,7 +10,7 @@ from offbeat.version import __version__
 
 if TYPE_CHECKING:
     from offbeat.api import Result, evaluate, export, load, resume, train
-    from offbeat.comparing import Comparison, compare
+    from offbeat.comparison.runs import Comparison, compare
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
@@ -31,7 +31,7 @@ _HOME = {
     "Adagrad": "optim",
     "Adam": "optim",
     "AdamW": "optim",
-    "Comparison": "comparing",
+    "Comparison": "comparison.runs",
     "OffbeatError": "errors",
     "Optimizer": "optim",
     "RMSprop": "optim",
@@ -42,7 +42,7 @@ _HOME = {
     "TrainConfig": "config",
     "UsageError": "errors",
     "accuracy": "recipes.base",
-    "compare": "comparing",
+    "compare": "comparison.runs",
     "constant": "optim",
     "cosine": "optim",
     "evaluate": "api",

@@ -18,9 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from offbeat.checkpoint import newest_checkpoint, write_weights
+from offbeat.cluster.endpoint import Endpoint
 from offbeat.config import TrainConfig, make_config, not_overruled
-from offbeat.control import Control
 from offbeat.engines.base import Engine
 from offbeat.engines.cluster import ClusterEngine
 from offbeat.engines.forkserver import ForkServer, fork_server
@@ -29,20 +28,15 @@ from offbeat.engines.local import LocalEngine
 from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.importing import FILE_PREFIX
-from offbeat.job import Facts, Job, make_job, rejoin_job
-from offbeat.progress import Display, MakeDisplay, make_display
-from offbeat.recipes.base import Recipe, RecipeFile, load_recipe, locate
+from offbeat.recipes.base import Recipe, RecipeFile, load_recipe, locate, metric_name
 from offbeat.report.summary import summarise
-from offbeat.roles.context import Endpoint
-from offbeat.roles.evaluator import (
-    Evaluator,
-    FolderSource,
-    found_in,
-    metric_name,
-    score_line,
-)
-from offbeat.rundir import RunFolder, create_run_folder, describe_run
-from offbeat.summaries import check_installed
+from offbeat.roles.control import Control
+from offbeat.roles.evaluator import Evaluator, FolderSource, found_in, score_line
+from offbeat.run.checkpoint import newest_checkpoint, write_weights
+from offbeat.run.job import Facts, Job, make_job, rejoin_job
+from offbeat.run.progress import Display, MakeDisplay, make_display
+from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
+from offbeat.run.tensorboard import check_installed
 
 OTHER_FORMATS = {
     *(".pt", ".pth", ".pt2", ".bin", ".ckpt", ".pkl", ".pickle", ".onnx", ".h5", ".hdf5", ".keras"),

@@ -30,16 +30,16 @@ from torch.utils.data import Dataset, IterableDataset
 import offbeat
 from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
 from offbeat.api import named
-from offbeat.checkpoint import load_checkpoint, newest_checkpoint
 from offbeat.config import DISCIPLINES, make_config
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
-from offbeat.events import EventLog, read_events
 from offbeat.optim import KINDS, Optimizer
 from offbeat.recipes.base import load_recipe
 from offbeat.roles.calls import Status
 from offbeat.roles.worker import Worker
-from offbeat.rundir import RunFolder, describe_run
+from offbeat.run.checkpoint import load_checkpoint, newest_checkpoint
+from offbeat.run.events import EventLog, read_events
+from offbeat.run.rundir import RunFolder, describe_run
 from offbeat.transport.base import ReplyHeader, WelcomeHeader
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 
@@ -536,7 +536,7 @@ def test_two_runs_in_one_second_get_two_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offbeat.rundir.time.strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr("offbeat.run.rundir.time.strftime", lambda form: "20260101-000000")
     for _ in range(2):
         offbeat.train(toy_recipe(), quiet=True, workers=1, steps=1)
     names = sorted(p.name for p in (tmp_path / "runs").iterdir())

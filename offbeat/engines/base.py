@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from offbeat.errors import OffbeatError
-from offbeat.job import Job
-from offbeat.progress import Status
+from offbeat.recipes.base import metric_name
 from offbeat.roles.context import Progress
-from offbeat.roles.evaluator import metric_name
 from offbeat.roles.run import mean
+from offbeat.run.job import Job
+from offbeat.run.progress import Status
 
 REFRESH_S = 0.1
 """How often a person is shown how far a run is."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offbeat.events import EventLog
-from offbeat.rundir import RunFolder
+from offbeat.run.events import EventLog
+from offbeat.run.rundir import RunFolder
 
 
 class Books:

@@ -16,19 +16,20 @@ from typing import Any
 
 from torch import Tensor
 
+from offbeat.cluster.endpoint import Endpoint
+from offbeat.cluster.relay import SOURCES
 from offbeat.engines.base import score_of
 from offbeat.engines.threads import ThreadEngine
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
-from offbeat.events import free_path
 from offbeat.flat import FlatModel
-from offbeat.job import Job
-from offbeat.progress import Display, Status
+from offbeat.recipes.base import metric_name
 from offbeat.roles.calls import AskStatus, Brought, Configure, Finish, Release, is_a
-from offbeat.roles.context import Context, Endpoint
-from offbeat.roles.evaluator import metric_name
+from offbeat.roles.context import Context
 from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
-from offbeat.roles.relay import SOURCES
-from offbeat.rundir import RunFolder
+from offbeat.run.events import free_path
+from offbeat.run.job import Job
+from offbeat.run.progress import Display, Status
+from offbeat.run.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Layout, Message
 from offbeat.transport.sockets import SocketNetwork
 

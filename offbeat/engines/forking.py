@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offbeat.control import CONTROL_VARIABLE, DATA_VARIABLE
 from offbeat.engines.forkserver import FORK_SERVER, MOST_BYTES
+from offbeat.roles.control import CONTROL_VARIABLE, DATA_VARIABLE
 
 NUM_DESCRIPTORS = 4
 ARG_START, ARG_END = 48, 49

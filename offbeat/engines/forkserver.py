@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offbeat.control import CONTROL_VARIABLE
+from offbeat.roles.control import CONTROL_VARIABLE
 
 POSSIBLE = sys.platform == "linux"
 """Elsewhere torch loads libraries of the system that do not bear forking."""

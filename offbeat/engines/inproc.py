@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from offbeat.engines.base import status_of
 from offbeat.engines.threads import ThreadEngine
 from offbeat.flat import FlatModel
-from offbeat.job import Job
-from offbeat.progress import Display, Status
 from offbeat.roles.context import Context
-from offbeat.rundir import RunFolder
+from offbeat.run.job import Job
+from offbeat.run.progress import Display, Status
+from offbeat.run.rundir import RunFolder
 from offbeat.transport.inproc import InprocListener, InprocNetwork
 
 

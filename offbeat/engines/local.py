@@ -6,8 +6,8 @@ or forked by a process that has imported everything by then, which comes to the 
 (forkserver.py).
 
 Called by the api. It starts them, shows progress, and does what the supervisor says when one dies
-or fails. It takes no part in training. Each process has a line to this one (control.py) and ends by
-itself when that breaks: whatever happens to the engine, nobody is left behind.
+or fails. It takes no part in training. Each process has a line to this one (roles/control.py) and
+ends by itself when that breaks: whatever happens to the engine, nobody is left behind.
 """
 
 import dataclasses
@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from offbeat.cluster import Cluster
-from offbeat.control import CONTROL_VARIABLE, DATA_VARIABLE
 from offbeat.data.shared import share
 from offbeat.engines.base import REFRESH_S, STOPPING, Engine, status_of
 from offbeat.engines.books import Books
@@ -42,10 +40,12 @@ from offbeat.engines.supervisor import (
     Supervisor,
 )
 from offbeat.errors import NonFiniteLossError, RoleError
-from offbeat.job import Job
-from offbeat.progress import Display, Status
 from offbeat.roles.context import Progress
-from offbeat.rundir import RunFolder, in_words
+from offbeat.roles.control import CONTROL_VARIABLE, DATA_VARIABLE
+from offbeat.run.addresses import Cluster
+from offbeat.run.job import Job
+from offbeat.run.progress import Display, Status
+from offbeat.run.rundir import RunFolder, in_words
 
 NOT_BEGUN = "stopping: nothing was learned yet"
 NUM_NAMES = 4

@@ -8,7 +8,7 @@ engine `local`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.rundir import role_name
+from offbeat.run.rundir import role_name
 
 STOP_TIMEOUT_S = 3.5
 """How long a run that is being stopped may take before what is left of it is killed."""

@@ -10,12 +10,12 @@ import torch
 from offbeat.engines.base import REFRESH_S, STOPPING, Engine
 from offbeat.engines.books import Books
 from offbeat.errors import NonFiniteLossError, OffbeatError, StepError, in_a_line
-from offbeat.job import Job
-from offbeat.progress import Display
 from offbeat.roles.context import Context, FolderRecords, Progress
 from offbeat.roles.run import Role, make_role
-from offbeat.rundir import RunFolder, role_name
-from offbeat.summaries import Summaries
+from offbeat.run.job import Job
+from offbeat.run.progress import Display
+from offbeat.run.rundir import RunFolder, role_name
+from offbeat.run.tensorboard import Summaries
 
 CLOSE_TIMEOUT_S = 10.0
 """How long each server may take to leave in the end."""

@@ -214,6 +214,11 @@ class RecipeFile:
         return f"the recipe's file {now.path} has changed since the start"
 
 
+def metric_name(recipe: Recipe) -> str:
+    name = getattr(recipe.metric, "__name__", "metric")
+    return "metric" if name == "<lambda>" else name
+
+
 def load_recipe(name: str, kept: RecipeFile | None = None) -> Recipe:
     """The recipe called `name`, or a RecipeError of one line; `kept`: where it was found before."""
     source, colon, attribute = name.rpartition(":")

@@ -18,7 +18,7 @@ from typing import Any
 from offbeat.accounts import DROPPED, REJECTED, Accounts, accounts_from
 from offbeat.config import discipline_options, make_config
 from offbeat.errors import ConfigError, RunDirError
-from offbeat.events import read_events
+from offbeat.run.events import read_events
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
 LEAST_TOGETHER = 0.1

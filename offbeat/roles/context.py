@@ -1,8 +1,8 @@
 """What a role is given: all that it knows of the world around it.
 
 Made by whoever starts the role: an engine, the process that an engine started (process.py), or a
-role that a person started by hand (bootstrap.py, remote.py). `run_role` (run.py) makes a server,
-worker, master or evaluator out of it, and cannot tell which of them it was.
+role that a person started by hand (cluster/). `run_role` (run.py) makes a server, worker,
+master or evaluator out of it, and cannot tell which of them it was.
 """
 
 import logging
@@ -12,17 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.events import EventLog, Sink
 from offbeat.flat import FlatModel
-from offbeat.hosts import Hosts
-from offbeat.job import Job
 from offbeat.roles.evaluator import CheckpointSource
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S
 from offbeat.roles.master import Patience
-from offbeat.rundir import RunFolder, close_log
-from offbeat.summaries import Summaries
+from offbeat.run.events import EventLog, Sink
+from offbeat.run.job import Job
+from offbeat.run.rundir import RunFolder, close_log
+from offbeat.run.tensorboard import Summaries
 from offbeat.transport.base import Listener, Network
-from offbeat.transport.terms import Terms
 
 Say = Callable[[str], None]
 """Shows a person a line."""
@@ -30,15 +28,6 @@ Progress = dict[str, Any]
 """How far a role is: ready (has it begun?), and what else is known of it: a worker's steps,
 examples and loss; a server's staleness; the master's opened, version and staleness beside its own
 worker's; an evaluator's score. It is JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """How a role that was started by hand meets the others."""
-
-    hosts: Hosts
-    terms: Terms
-    start_timeout_s: float
 
 
 class Records(ABC):

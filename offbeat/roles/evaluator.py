@@ -1,9 +1,9 @@
 """The evaluator: scores the newest checkpoint on the test data, never trains, never blocks anybody.
 
 It finds checkpoints in a source: the run's folder, where it looks like any outsider, or the servers
-of a cluster (remote.py). When training is quicker than scoring it skips to the newest; the last one
-it always scores. With --eval-skipped it then goes back to those that it skipped, as far as they
-were kept.
+of a cluster (cluster/remote.py). When training is quicker than scoring it skips to the newest; the
+last one it always scores. With --eval-skipped it then goes back to those that it skipped, as far as
+they were kept.
 """
 
 import logging
@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offbeat.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from offbeat.data.batches import Source, to_device
 from offbeat.errors import CheckpointError, DataError, RecipeError
-from offbeat.events import EventLog
 from offbeat.flat import plain_name
-from offbeat.job import Job
-from offbeat.recipes.base import Recipe
-from offbeat.rundir import RunFolder
+from offbeat.recipes.base import Recipe, metric_name
+from offbeat.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
+from offbeat.run.events import EventLog
+from offbeat.run.job import Job
+from offbeat.run.rundir import RunFolder
 from offbeat.towers import CPU, find_devices
 
 BATCH_SIZE = 500
@@ -228,11 +228,6 @@ def evaluate(
     if not count:
         raise DataError("the test data is empty, or the recipe's metric counted nothing")
     return total / count, count
-
-
-def metric_name(recipe: Recipe) -> str:
-    name = getattr(recipe.metric, "__name__", "metric")
-    return "metric" if name == "<lambda>" else name
 
 
 def score_line(recipe: Recipe, metric: float) -> str:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
-from offbeat.events import EventLog
-from offbeat.job import Job
+from offbeat.run.events import EventLog
+from offbeat.run.job import Job
 from offbeat.shard import usable
 from offbeat.transport.base import (
     Network,

@@ -15,17 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from offbeat.accounts import accounts_to_json, moved
-from offbeat.checkpoint import (
-    Checkpoint,
-    list_checkpoints,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
 from offbeat.errors import CheckpointError, ConnectionClosedError, in_a_line
-from offbeat.events import EventLog
 from offbeat.flat import FlatModel
-from offbeat.job import Job
 from offbeat.roles.calls import (
     AskStatus,
     Call,
@@ -38,7 +29,16 @@ from offbeat.roles.calls import (
     Want,
     state_from,
 )
-from offbeat.rundir import RunFolder
+from offbeat.run.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from offbeat.run.events import EventLog
+from offbeat.run.job import Job
+from offbeat.run.rundir import RunFolder
 from offbeat.shard import ShardState
 from offbeat.transport.base import CallEnd, Layout, Message, Network, keep_trying
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from offbeat.cluster import Cluster, ClusterNetwork
 from offbeat.config import TrainConfig
-from offbeat.control import DATA_VARIABLE, Control
 from offbeat.data.batches import Source
 from offbeat.data.shared import open_shared
-from offbeat.job import Facts, Job, rejoin_job
 from offbeat.recipes.base import RecipeFile, load_recipe
 from offbeat.roles.context import Context, FolderRecords
+from offbeat.roles.control import DATA_VARIABLE, Control
 from offbeat.roles.run import run_role
-from offbeat.rundir import RunFolder, close_log, role_name
-from offbeat.summaries import Summaries
+from offbeat.run.addresses import Cluster, ClusterNetwork
+from offbeat.run.job import Facts, Job, rejoin_job
+from offbeat.run.rundir import RunFolder, close_log, role_name
+from offbeat.run.tensorboard import Summaries
 from offbeat.transport.base import Listener
 from offbeat.transport.sockets import SocketListener
 

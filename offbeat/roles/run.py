@@ -1,8 +1,8 @@
 """One way to start a role: `run_role(context, role, index)`.
 
 Used for threads (the engines inproc and cluster), for processes (process.py) and for roles that a
-person started (bootstrap.py, remote.py). Servers, workers, masters and evaluators are made here and
-nowhere else.
+person started (cluster/). Servers, workers, masters and evaluators are made here and nowhere
+else.
 """
 
 import math
@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from offbeat.control import REPORT_EVERY_S
 from offbeat.errors import StepError
 from offbeat.ledger import Ledger
+from offbeat.recipes.base import metric_name
 from offbeat.roles.calls import Status
 from offbeat.roles.context import Context, Progress
-from offbeat.roles.evaluator import Evaluator, FolderSource, metric_name, score_line
+from offbeat.roles.control import REPORT_EVERY_S
+from offbeat.roles.evaluator import Evaluator, FolderSource, score_line
 from offbeat.roles.master import Master
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
-from offbeat.rundir import role_name
-from offbeat.summaries import StepSummaries
+from offbeat.run.rundir import role_name
+from offbeat.run.tensorboard import StepSummaries
 
 
 class Role(ABC):
@@ -205,7 +206,8 @@ class MasterRole(Role):
 
     def _look(self, statuses: Sequence[Status]) -> None:
         self._seen = statuses
-        self._watch(statuses)
+        staleness = [number for status in statuses for number in status.staleness]
+        self._watch(statuses[0].version, staleness)
 
 
 class EvaluatorRole(Role):

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from offbeat.errors import ConnectionClosedError, in_a_line
-from offbeat.events import EventLog
-from offbeat.job import disagreement
 from offbeat.ledger import Ledger
 from offbeat.roles.acceptor import Acceptor
 from offbeat.roles.calls import (
@@ -35,6 +33,8 @@ from offbeat.roles.calls import (
     read_call,
 )
 from offbeat.roles.sessions import POLL_S, WORKER_TIMEOUT_S, Sessions
+from offbeat.run.events import EventLog
+from offbeat.run.job import disagreement
 from offbeat.shard import Shard, ShardState
 from offbeat.transport.base import Listener, Message, ServerEnd
 from offbeat.transport.codec import Codec, decoding

@@ -20,9 +20,9 @@ from typing import Any
 from offbeat.accounts import REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.events import EventLog
 from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
 from offbeat.roles.session import Session
+from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
 from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
 

@@ -20,13 +20,13 @@ import torch
 
 from offbeat.data.batches import Batch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
-from offbeat.events import EventLog
-from offbeat.job import Job
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
 from offbeat.roles.faults import make_faults
-from offbeat.summaries import StepSummaries
+from offbeat.run.events import EventLog
+from offbeat.run.job import Job
+from offbeat.run.tensorboard import StepSummaries
 from offbeat.towers import Towers
 from offbeat.transport.base import Network
 

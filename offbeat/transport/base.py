@@ -1,4 +1,4 @@
-"""The contract that every transport keeps; tests/test_transport.py holds each of them to it.
+"""The contract that every transport keeps, and that tests/transport/ holds each of them to.
 
 A connection joins one worker to one server. Its payloads lie in slots, memory that the transport
 owns: two gradient slots, used in turn, and one reply slot. A header says what is in them: one for

@@ -41,7 +41,7 @@ from offbeat.transport.base import (
     WelcomeHeader,
     WorkerEnd,
 )
-from offbeat.transport.terms import OPEN, Terms, admit, introduce, prepare
+from offbeat.transport.security import OPEN, Terms, admit, introduce, prepare
 from offbeat.transport.wire import (
     ANSWER,
     BEAT,

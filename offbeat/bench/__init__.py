@@ -1,0 +1,15 @@
+"""`offbeat bench`: what things cost.
+
+Every figure stands beside something that was measured in the same run, in turn with it, since the
+same machine may be twice as fast an hour later:
+
+    exchange   gradient up, update, parameters back, beside two plain copies of the same size
+    train      each discipline, beside the ceiling (the same workers, who exchange with nobody) and
+               beside torch's DistributedDataParallel on gloo
+    norm       a step with the fast local response normalisation, beside one with torch's
+    network    payloads there and back, over this transport and others
+    report     a report about many runs, beside parsing their events
+    start      from the command until everybody is at work; forked roles beside started ones
+
+Each is a function that returns the rows of a table (tables.py). The flags are in cli/flags.py.
+"""

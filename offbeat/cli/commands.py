@@ -1,0 +1,393 @@
+"""The command `offbeat`: what its commands do, and what they print. Their flags are in flags.py.
+
+    offbeat train --discipline lock-free --workers 4
+    offbeat train --resume RUN
+    offbeat compare --disciplines sync,lock-free --workers 1,2 --out DIR
+    offbeat report RUN_OR_DIR
+    offbeat eval RUN --follow
+    offbeat export RUN model.safetensors
+    offbeat role worker --index 1 --cluster cluster.toml
+    offbeat data get cifar10
+    offbeat bench exchange
+
+Exit codes: 0 done; 1 the run failed; 2 something was wrong with what was asked for; 130 stopped by
+Ctrl-C, SIGTERM or SIGHUP.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import secrets
+import shlex
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offbeat.cli.flags import flag, make_parser, unknown
+from offbeat.cluster.hosts import Hosts, Task, find_hosts
+from offbeat.comparison import grid
+from offbeat.config import (
+    LOCAL_OPTIONS,
+    ROLES,
+    make_config,
+    not_overruled,
+    options,
+    read_config_file,
+)
+from offbeat.data.catalog import DATASETS, find_dataset
+from offbeat.engines.forkserver import FORK_SERVER, fork_server
+from offbeat.errors import ConfigError, OffbeatError
+from offbeat.roles.control import CONTROL_VARIABLE, Control
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        parser, commands = make_parser()
+        known, others = parser.parse_known_args(arguments)
+        if known.command is None:
+            parser.print_help()
+            raise SystemExit(2)
+        if others:
+            within = getattr(known, "benchmark", None) or getattr(known, "action", None)
+            name = " ".join(filter(None, (known.command, within)))
+            raise ConfigError(unknown(others[0], commands[name], name))
+        return _COMMANDS[known.command](known)
+    except OffbeatError as error:
+        print(f"offbeat: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("offbeat: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _signals_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM (a batch system's) and SIGHUP (a closed terminal's) end a run as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _read_config(known: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options out of a configuration file, and those given as flags, which beat them."""
+    given = {k: v for k, v in vars(known).items() if k in options()}
+    from_file = read_config_file(known.config) if known.config else {}
+    return not_overruled(from_file, given), given
+
+
+def _train(known: argparse.Namespace) -> int:
+    if known.resume is not None and known.config is not None:
+        raise ConfigError("--resume takes the configuration of the run; give flags, not --config")
+    if known.resume is not None and "run_dir" in vars(known):
+        raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
+    from_file, given = _read_config(known)
+    config = make_config(from_file, given)  # what is wrong with the flags shows before torch loads
+    with _signals_as_ctrl_c(), fork_server(config.engine) as forks:  # it imports while we do
+        from offbeat.api import resume_config, train_config
+        from offbeat.run.checkpoint import list_checkpoints
+        from offbeat.run.progress import say
+        from offbeat.run.rundir import RunFolder
+
+        if known.resume is not None:
+            result = resume_config(Path(known.resume), given, forks=forks)
+        else:
+            result = train_config(config, forks=forks)
+    for line in _result_lines(result.summary):
+        say(line)
+    if result.interrupted:
+        how = f"; go on with: offbeat train --resume {result.run_dir}"
+        if not list_checkpoints(RunFolder(result.run_dir).checkpoints):
+            how = " before the first checkpoint: there is nothing to go on from"
+        print(f"offbeat: interrupted{how}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _compare(known: argparse.Namespace) -> int:
+    from_file, given = _read_config(known)
+    given = {**from_file, **{k: v for k, v in given.items() if k not in grid.AXES}}
+    axes = {name: getattr(known, name) for name in grid.AXES if name in vars(known)}
+    asked = grid.make_grid(given, axes, Path(known.out) if known.out and known.resume else None)
+    if known.resume and known.out is None:
+        raise ConfigError("--resume goes on with a comparison: say in which folder it is (--out)")
+    grid.check_grid(asked, Path(known.out or "."))  # shows what is wrong before torch loads
+    with _signals_as_ctrl_c(), fork_server(asked.engine) as forks:
+        from offbeat.comparison.runs import run_grid
+        from offbeat.run.progress import say
+
+        out = Path(known.out) if known.out else None
+        done = run_grid(asked, out, known.target, resume=known.resume, forks=forks)
+    for name, reason in done.failed.items():
+        print(f"offbeat: {name} failed: {reason}", file=sys.stderr)
+    say(f"wrote {done.report}")
+    if done.interrupted:
+        print(
+            f"offbeat: interrupted; go on with: offbeat compare --resume --out "
+            f"{shlex.quote(str(done.out))}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    return 1 if done.failed else 0
+
+
+def _report(known: argparse.Namespace) -> int:
+    from offbeat.report.write import write_report
+    from offbeat.run.progress import say
+
+    out = Path(known.out) if known.out else None
+    for path in write_report([Path(run) for run in known.runs], out, target=known.target):
+        say(f"wrote {path}")
+    return 0
+
+
+def _export(known: argparse.Namespace) -> int:
+    from offbeat.api import export
+
+    export(known.run, known.file, ema=known.ema)
+    print(f"wrote {known.file}")
+    return 0
+
+
+def _eval(known: argparse.Namespace) -> int:
+    with _signals_as_ctrl_c():
+        from offbeat.api import evaluate
+        from offbeat.run.progress import say
+
+        own = {name: getattr(known, name) for name in ("recipe", "data_dir", "device")}
+        evaluate(known.run, follow=known.follow, say=say, **own)
+    return 0
+
+
+def _role(known: argparse.Namespace) -> int:
+    if CONTROL_VARIABLE in os.environ:
+        return _fork_server() if known.role == FORK_SERVER else _role_of_engine(known)
+    found = _find_hosts(known)
+    if found is None:
+        return _role_of_engine(known)
+    hosts, task = found
+    role, index = known.role, getattr(known, "index", None)
+    if role is None and task is not None:
+        role, index = task.role, task.index
+    if role not in ROLES:
+        what = "which role?" if role is None else f"unknown role {role!r};"
+        raise ConfigError(f"{what} {', '.join(ROLES)}")
+    return _role_by_hand(known, hosts, role, index or 0)
+
+
+def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int) -> int:
+    from_file, given = _read_config(known)
+    is_master = role == "master"
+    rank: int | None = None
+    if role == "worker" and not known.join:
+        rank = hosts.rank_of(role, index)
+        is_master = rank == 0
+    elif is_master:
+        hosts.rank_of(role, index)
+    if known.join and role != "worker":
+        raise ConfigError(f"only a worker can join, not a {role}")
+    if known.join and "index" in vars(known):
+        raise ConfigError("--join comes as one more than the cluster lists: leave --index out")
+    if "bind" in vars(known) and role != "ps":
+        raise ConfigError(f"--bind is for servers: a {role} listens nowhere")
+    if role == "ps":
+        hosts.where(role, index)
+    allowed = options() if is_master else () if role == "ps" else LOCAL_OPTIONS
+    for name in [*given, *from_file]:
+        if name not in allowed:
+            raise ConfigError(f"{flag(name)} is for the master, who tells the others")
+    if known.resume is not None and not is_master:
+        raise ConfigError("--resume is for the master, who keeps the run's folder")
+    if is_master:
+        make_config(from_file, given)  # what is wrong with the flags shows before torch loads
+    from offbeat.cli import roles
+    from offbeat.cluster.endpoint import Endpoint
+    from offbeat.run.progress import say
+
+    endpoint = Endpoint(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
+    if is_master:
+        with _signals_as_ctrl_c():
+            result = roles.master(endpoint, given, from_file, known.resume)
+        for line in _result_lines(result.summary):
+            say(line)
+        return INTERRUPTED if result.interrupted else 0
+    if role == "ps":
+        stopped = roles.serve(endpoint, index, getattr(known, "bind", None))
+    elif role == "worker":
+        done, stopped = roles.work(endpoint, rank, given, scores=known.score)
+        for line in _lines(done.metric_name, done.metric, done.time_s, done.loss):
+            say(line)
+    else:
+        stopped = roles.score(endpoint, given)
+    return INTERRUPTED if stopped else 0
+
+
+def _find_hosts(known: argparse.Namespace) -> tuple[Hosts, Task | None] | None:
+    return find_hosts(
+        os.environ,
+        file=known.file,
+        ps=known.ps_at,
+        worker=known.worker_at,
+        master=known.master_at,
+    )
+
+
+def _terms(known: argparse.Namespace) -> Any:
+    from offbeat.transport.security import load_terms
+
+    files = ("token_file", "tls_cert", "tls_key", "tls_ca")
+    if known.token_file is not None:
+        path = Path(known.token_file).expanduser()
+        if path.is_file() and path.stat().st_mode & stat.S_IROTH:
+            print(f"offbeat: everybody here can read {path}: chmod 600 {path}", file=sys.stderr)
+    return load_terms(os.environ, **{name: getattr(known, name) for name in files})
+
+
+def _cluster(known: argparse.Namespace) -> int:
+    found = _find_hosts(known)
+    if found is None:
+        raise ConfigError("which cluster? offbeat cluster check cluster.toml")
+    from offbeat.cli import roles
+
+    return 0 if roles.check(found[0], _terms(known)) else 1
+
+
+def _token(known: argparse.Namespace) -> int:
+    print(secrets.token_urlsafe(32))
+    return 0
+
+
+def _role_of_engine(known: argparse.Namespace) -> int:
+    """A process that an engine started: no line goes to the console, all stands in its log."""
+    if "run_dir" not in vars(known):
+        raise ConfigError(
+            "a role belongs to a cluster: name it with --cluster cluster.toml, or --ps and --worker"
+        )
+    control = Control.from_environment()
+    control.start()
+    try:
+        from offbeat.roles.process import run_process
+        from offbeat.run.rundir import RunFolder
+
+        config, _ = RunFolder(Path(known.run_dir)).read_config()
+        run_process(config, known.role, getattr(known, "index", 0), control)
+    except BaseException as error:  # also a KeyboardInterrupt, which here is the recipe's own
+        control.fail(error)
+        if isinstance(error, OffbeatError):
+            raise
+        return 1
+    finally:
+        control.close()
+    return 0
+
+
+def _fork_server() -> int:
+    """Another process of an engine's: its children leave it here, and are roles from then on."""
+    from offbeat.engines import forking
+
+    command = forking.serve()
+    forking.at_exit.code = 0 if command is None else main(command)
+    return forking.at_exit.code
+
+
+def _data(known: argparse.Namespace) -> int:
+    data_dir = Path(known.data_dir).expanduser()
+    if known.action == "list":
+        for dataset in DATASETS.values():
+            folder = data_dir / dataset.folder
+            found = [
+                (folder / file.name).exists() or (folder / f"{file.name}.gz").exists()
+                for file in dataset.files
+            ]
+            state = "there" if all(found) else "in part" if any(found) else "-"
+            megabytes = sum(file.size for file in dataset.files) / 1e6
+            print(f"{dataset.name:14} {state:8} {megabytes:4.0f} MB  {dataset.about}")
+        return 0
+    from offbeat.data import fetch
+    from offbeat.run.progress import make_meter, say
+
+    if known.action == "verify":
+        dataset = find_dataset(known.name)
+        states = {f.name: fetch.state_of(data_dir / dataset.folder, f) for f in dataset.files}
+        for name, state in states.items():
+            print(f"{name}  {state}")
+        return 0 if set(states.values()) == {fetch.THERE} else 1
+    source = Path(known.source).expanduser() if known.source else None
+    with _signals_as_ctrl_c(), make_meter() as meter:
+        fetch.get(known.name, data_dir, source=source, say=say, meter=meter)
+    return 0
+
+
+def _bench(known: argparse.Namespace) -> int:
+    given = {k: v for k, v in vars(known).items() if k not in ("command", "benchmark", "json")}
+    for discipline in given.get("disciplines", ()):
+        make_config({"discipline": discipline})  # what is wrong with it shows before torch loads
+    if known.json is not None and not Path(known.json).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {known.json}: there is no such folder")
+    with _signals_as_ctrl_c():
+        from offbeat.bench import exchange, network, norm, report, start, tables, train
+
+        kinds: dict[str, Callable[..., Any]]
+        kinds = {"exchange": exchange.exchange, "train": train.train, "norm": norm.norm}
+        kinds |= {"network": network.network, "report": report.report}
+        kinds |= {"start": start.start}
+        rows = kinds[known.benchmark](**given)
+    given = {k: v for k, v in given.items() if v is not None}
+    print(tables.machine())
+    print(*tables.table(rows), sep="\n")
+    print(f"median (min..max), n = {known.rounds} rounds")
+    if known.json is not None:
+        found = {"benchmark": known.benchmark, "options": given, "machine": tables.machine()}
+        found["rows"] = tables.figures(rows)
+        Path(known.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+_COMMANDS = {
+    "train": _train,
+    "compare": _compare,
+    "report": _report,
+    "eval": _eval,
+    "export": _export,
+    "role": _role,
+    "cluster": _cluster,
+    "token": _token,
+    "data": _data,
+    "bench": _bench,
+}
+
+
+def _result_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The last lines on the console, as the distributed MNIST seed ends."""
+    metric = math.nan if summary["metric_is_nan"] else summary["test_metric"]
+    return _lines(summary["metric"], metric, summary["total_time_s"], summary["final_cost"])
+
+
+def _lines(name: str, metric: float | None, time_s: float, cost: float | None) -> list[str]:
+    lines = []
+    if metric is not None and name in ("accuracy", "loss"):
+        lines.append(f"Test-{name.capitalize()}: {metric:.4f}")
+    elif metric is not None:
+        lines.append(f"Test-Metric: {metric:.4f} ({name})")
+    lines.append(f"Total Time: {time_s:.2f}s")
+    if cost is not None and math.isfinite(cost):
+        lines.append(f"Final Cost: {cost:.4f}")
+    return lines

@@ -1,0 +1,489 @@
+"""The flags of the command `offbeat`: a parser for each of its commands. What they do
+is in commands.py.
+
+Everything here shows in `--help`, and nothing here needs torch.
+"""
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from offbeat.comparison import grid
+from offbeat.config import ROLES, options, yes_or_no
+from offbeat.data.catalog import DATASETS
+from offbeat.errors import ConfigError, nearest
+from offbeat.version import __version__
+
+TRANSPORTS = ("unix", "tcp", "inproc")
+WAYS = ("tcp", "gloo", "pyzmq", "tls")
+BENCH_RECIPES = ("mnist-sigmoid", "convnet")
+
+Parsers = Mapping[str, argparse.ArgumentParser]
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with one line that names the remedy."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, Parsers]:
+    """The parser, and those of the commands by their names, as `train` and `bench network`."""
+    parser = Parser(
+        prog="offbeat",
+        description="Train PyTorch models with parameter servers; the update discipline is a flag.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"offbeat {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    found: dict[str, argparse.ArgumentParser] = {}
+    for name, (help_text, description, add) in COMMANDS.items():
+        made = commands.add_parser(
+            name, help=help_text, description=description, allow_abbrev=False
+        )
+        found[name] = made
+        found |= {f"{name} {inner}": parser for inner, parser in (add(made) or {}).items()}
+    return parser, found
+
+
+def unknown(argument: str, command: argparse.ArgumentParser, name: str) -> str:
+    """What to say to an argument that `command` does not know."""
+    flag = argument.partition("=")[0]
+    flags = [f for action in command._actions for f in action.option_strings]
+    hint = nearest(flag, flags)
+    hint = hint if hint.startswith("did") else f"see offbeat {name} --help"
+    return f"unknown argument {flag!r}; {hint}"
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        default=None,
+        help="go on with the run in this folder, from its newest checkpoint",
+    )
+    for name, option in options().items():
+        _add_option(parser, name, option.default, option.metadata)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.argument_default = argparse.SUPPRESS
+    several_counts = _several(_count)
+    axes: list[tuple[str, Callable[[str], Any], Sequence[object], str]] = [
+        ("disciplines", _several(str), grid.DISCIPLINES, "sync:B has B backup workers"),
+        ("workers", several_counts, grid.WORKERS, "how many workers, each number in turn"),
+        ("servers", several_counts, grid.SERVERS, "how many servers, each number in turn"),
+    ]
+    for name, kind, default, text in axes:
+        shown = ",".join(map(str, default))
+        parser.add_argument(
+            f"--{name}", metavar="LIST", type=kind, help=f"{text} (default: {shown})"
+        )
+    parser.add_argument(
+        "--seeds",
+        metavar="N",
+        type=_count,
+        help=f"how many, from --seed on (default: {grid.SEEDS})",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        default=None,
+        help="where the runs and the report go (default: runs/<time>-<recipe>-compare)",
+    )
+    _add_target(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        default=False,
+        help="go on with the comparison in --out; what has finished is kept",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
+    )
+    for name, option in options().items():
+        if name not in grid.NOT_FOR_A_GRID:
+            _add_option(parser, name, option.default, option.metadata)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", metavar="RUN_OR_DIR", nargs="+", help="a run's folder, or one that holds runs"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to write (default: the only folder given, or here)"
+    )
+    _add_target(parser)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        metavar="X",
+        type=_number,
+        default=None,
+        help="how good is good enough: report the time to it (default: the highest whole percent "
+        "of accuracy that every run reached)",
+    )
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "file", metavar="FILE", help="where to write the safetensors, as model.safetensors"
+    )
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="the newest one, and no more (default)")
+    how.add_argument("--follow", action="store_true", help="each newest one until the run is over")
+    for name in ("recipe", "data_dir", "device"):
+        _add_option(parser, name, None, options()[name].metadata)
+
+
+def _add_role(parser: argparse.ArgumentParser) -> None:
+    parser.argument_default = argparse.SUPPRESS
+    known = ", ".join(ROLES)
+    parser.add_argument(
+        "role",
+        nargs="?",
+        metavar="ROLE",
+        default=None,
+        help=f"{known} (default: what TF_CONFIG says)",
+    )
+    parser.add_argument(
+        "--index", type=_index, metavar="I", help="which server or worker (default: 0)"
+    )
+    _add_place(parser)
+    parser.add_argument("--bind", metavar="HOST", help="ps: listen there instead of at its address")
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        default=False,
+        help="worker: come as one more than the cluster lists (asynchronous, --split shared)",
+    )
+    parser.add_argument(
+        "--score",
+        action="store_true",
+        default=False,
+        help="worker: find out in the end how well the parameters do that it has",
+    )
+    parser.add_argument(
+        "--resume", metavar="RUN", default=None, help="master: go on with the run in this folder"
+    )
+    parser.add_argument(
+        "--start-timeout",
+        metavar="S",
+        type=_size,
+        default=600.0,
+        help="how many seconds to wait for the others (default: 600)",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="master: options from a TOML or JSON file"
+    )
+    for name, option in options().items():
+        if name != "engine":
+            _add_option(parser, name, option.default, option.metadata)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> Parsers:
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=Parser
+    )
+    check = actions.add_parser(
+        "check",
+        help="who is reachable, with which version and fingerprint",
+        description="Say who is reachable, with which version and fingerprint.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    check.add_argument("file", nargs="?", metavar="FILE", default=None, help="cluster.toml")
+    _add_place(check, with_file=False)
+    return {"check": check}
+
+
+def _add_place(parser: argparse.ArgumentParser, *, with_file: bool = True) -> None:
+    """Where the others are, and how to meet them."""
+    if with_file:
+        parser.add_argument(
+            "--cluster", dest="file", metavar="FILE", default=None, help="cluster.toml"
+        )
+    addresses = _several(str)
+    for flag, text in (
+        ("ps", "the servers' addresses, as host:port,host:port, instead of a file"),
+        ("worker", "the workers'"),
+    ):
+        parser.add_argument(
+            f"--{flag}", dest=f"{flag}_at", metavar="LIST", type=addresses, default=[], help=text
+        )
+    parser.add_argument(
+        "--master", dest="master_at", metavar="ADDRESS", default=None, help="the master's"
+    )
+    for flag, text in (
+        ("token-file", "holds the token that all of them know (or: OFFBEAT_TOKEN)"),
+        ("tls-cert", "this machine's certificate"),
+        ("tls-key", "and its key"),
+        ("tls-ca", "whom to believe"),
+    ):
+        parser.add_argument(f"--{flag}", metavar="FILE", default=None, help=text)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> Parsers:
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=Parser
+    )
+    known = ", ".join(DATASETS)
+    described = {
+        "list": "what can be fetched, and what is there",
+        "get": "fetch a dataset, or take it from files at hand",
+        "verify": "compare a dataset's files with their pinned SHA-256",
+    }
+    parsers = {
+        name: actions.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
+        for name, text in described.items()
+    }
+    for name in ("get", "verify"):
+        parsers[name].add_argument("name", metavar="NAME", help=known)
+    parsers["get"].add_argument(
+        "--from",
+        dest="source",
+        metavar="PATH",
+        help="a folder with the files, or an archive (tar or zip) of them",
+    )
+    for parser in parsers.values():
+        where = options()["data_dir"].default
+        text = f"where datasets lie (default: {where})"
+        parser.add_argument("--data-dir", metavar="DIR", default=where, help=text)
+    return parsers
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> Parsers:
+    kinds = parser.add_subparsers(
+        dest="benchmark", metavar="WHAT", required=True, parser_class=Parser
+    )
+    for name, (help_text, description, rounds, add) in BENCHMARKS.items():
+        made = kinds.add_parser(name, help=help_text, description=description, allow_abbrev=False)
+        add(made)
+        made.add_argument(
+            "--rounds", metavar="N", type=_count, default=rounds, help=f"default: {rounds}"
+        )
+        made.add_argument("--json", metavar="FILE", help="write every round's figures here too")
+    return dict(kinds.choices)
+
+
+def _add_bench_exchange(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser, "4.3,16")
+    _add_list(parser, "transports", _one_of(TRANSPORTS), TRANSPORTS)
+
+
+def _add_bench_train(parser: argparse.ArgumentParser) -> None:
+    known = f"{' or '.join(BENCH_RECIPES)} (default: {BENCH_RECIPES[0]})"
+    parser.add_argument("--recipe", choices=BENCH_RECIPES, default=BENCH_RECIPES[0], help=known)
+    parser.add_argument("--workers", metavar="N", type=_count, default=2, help="default: 2")
+    parser.add_argument("--servers", metavar="N", type=_count, default=1, help="default: 1")
+    parser.add_argument("--batch-size", metavar="N", type=_count, help="default: the recipe's")
+    seconds = "how long each one trains in a round (default: 6)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
+    _add_list(parser, "disciplines", str, grid.DISCIPLINES)
+
+
+def _add_bench_norm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch-size", metavar="N", type=_count, default=128, help="default: 128")
+
+
+def _add_bench_network(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser, "4.3,16,100")
+    _add_list(parser, "ways", _one_of(WAYS), WAYS)
+
+
+def _add_bench_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", metavar="N", type=_count, default=30, help="default: 30")
+    of_each = "of each run (default: 10000)"
+    parser.add_argument("--gradients", metavar="N", type=_count, default=10_000, help=of_each)
+
+
+def _add_bench_start(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "workers", _count, ("2", "8"))
+
+
+def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"MB each way, one size or several (default: {default})"
+    parser.add_argument("--sizes", metavar="MB", type=_several(_size), default=default, help=text)
+
+
+def _add_list(
+    parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], default: Sequence[str]
+) -> None:
+    shown = ",".join(default)
+    parser.add_argument(
+        f"--{name}", metavar="LIST", type=_several(kind), default=shown, help=f"default: {shown}"
+    )
+
+
+BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], None]]] = {
+    "exchange": (
+        "one worker and one server, beside two plain copies of the same size",
+        "What an exchange costs: a gradient up, an update, parameters back.",
+        15,
+        _add_bench_exchange,
+    ),
+    "train": (
+        "gradients per second, beside workers that exchange nothing and torch's DDP",
+        "Gradients per second of each discipline, on made-up data.",
+        3,
+        _add_bench_train,
+    ),
+    "norm": (
+        "a CIFAR step with the fast local response normalisation, beside torch's",
+        "What the fast local response normalisation gains on the CPU, one thread.",
+        7,
+        _add_bench_norm,
+    ),
+    "network": (
+        "payloads between two processes over TCP, beside gloo and pyzmq",
+        "Payloads there and back between two processes, over TCP on loopback.",
+        7,
+        _add_bench_network,
+    ),
+    "report": (
+        "time and memory of a report, beside parsing its files",
+        "How long a report about many made-up runs takes, and how much memory.",
+        3,
+        _add_bench_report,
+    ),
+    "start": (
+        "from the command to everybody's first gradient, forked and started anew",
+        "How long a run takes to start, and a worker that died to be replaced.",
+        5,
+        _add_bench_start,
+    ),
+}
+"""For each: what it is beside, its description, how many rounds, and what adds its own flags."""
+
+COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers | None]]] = {
+    "train": (
+        "train a recipe",
+        "Train a recipe. Without any flag: a small convnet on the built-in data.",
+        _add_train,
+    ),
+    "compare": (
+        "train in several ways, and report which does best",
+        "Train a recipe in every combination of disciplines, workers, servers and seeds, one run "
+        "after the other, and write a report.",
+        _add_compare,
+    ),
+    "report": (
+        "write report.html and report.md about runs",
+        "Write report.html and report.md: about one run, or about several side by side.",
+        _add_report,
+    ),
+    "export": (
+        "write a run's weights to a file",
+        "Write a run's newest weights as safetensors.",
+        _add_export,
+    ),
+    "eval": (
+        "score a run's newest checkpoint",
+        "Score the newest checkpoint of a run on its test data; never trains.",
+        _add_eval,
+    ),
+    "role": (
+        "be one process of a run",
+        "Be one process of a run that spans machines: start a server (ps), the master, a worker or "
+        "an evaluator on each. Only the master takes the options of train; the others learn them "
+        "from it. In any order: whoever comes early waits.",
+        _add_role,
+    ),
+    "cluster": ("look at a cluster", "Look at a cluster.", _add_cluster),
+    "token": (
+        "make a token for a cluster",
+        "Print a token that nobody can guess.",
+        lambda parser: None,
+    ),
+    "data": (
+        "fetch datasets, and check them",
+        "Fetch the datasets that recipes train on, and check what is there.",
+        _add_data,
+    ),
+    "bench": (
+        "measure exchanges or training on this machine",
+        "Measure exchanges or training on this machine, beside something that is measured with it.",
+        _add_bench,
+    ),
+}
+"""For each: what it is for, its description, and what adds its flags and returns parsers in it."""
+
+
+# -- kinds of values -------------------------------------------------------------------------------
+
+
+def _index(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no index: 0, 1, 2, ...")
+    return int(text)
+
+
+def _several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part.strip()) for part in text.split(",")]
+
+
+def _one_of(known: Sequence[str]) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"unknown {text!r}; {nearest(text, known)}")
+        return text
+
+    return check
+
+
+def _size(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+
+
+def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(float(text)):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _add_option(
+    parser: argparse.ArgumentParser, name: str, default: Any, metadata: Mapping[str, Any]
+) -> None:
+    help_text = metadata["help"]
+    if metadata["kind"] is yes_or_no:
+        parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=help_text)
+        return
+    if metadata["choices"]:
+        help_text += f": {', '.join(metadata['choices'])}"
+    if default is not None:
+        help_text += f" (default: {default})"
+    parser.add_argument(flag(name), metavar=name.rpartition("_")[2].upper(), help=help_text)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

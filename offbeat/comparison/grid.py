@@ -1,0 +1,237 @@
+"""What a comparison compares: disciplines, numbers of workers and servers, and seeds.
+
+Used by runs.py and by the command line, which tells what is wrong before torch is loaded.
+
+    >>> [cell.name for cell in Grid("fashion-cnn", ("sync",), (1, 2), (1,), 1).cells()]
+    ['sync-1w-1s/seed-0', 'sync-2w-1s/seed-0']
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import (
+    INJECTED,
+    TrainConfig,
+    convert,
+    discipline_options,
+    make_config,
+    options,
+)
+from offbeat.disciplines import BUILT_IN
+from offbeat.errors import ConfigError, RunDirError
+from offbeat.plugins import Choice
+
+DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values())
+WORKERS = (1, 2)
+SERVERS = (1,)
+SEEDS = 3
+AXES = ("disciplines", "workers", "servers", "seeds")
+NOT_FOR_A_GRID = (
+    *("discipline", *(kind.options[0].flag for kind in BUILT_IN.values() if kind.options)),
+    *("workers", "servers", "run_dir"),
+)
+"""Options of train that the axes stand in for: NAME:VALUE gives a discipline's first one."""
+ENOUGH = 1_000_000
+"""Workers for any number of backups, or checkpoints."""
+OF_NO_MATTER = ("quiet", "data_dir")
+"""Options that may be others when a comparison goes on."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    discipline: str
+    workers: int
+    servers: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        discipline = re.sub(r"[^\w.-]+", "-", self.discipline.rpartition("/")[2])
+        return f"{discipline}-{self.workers}w-{self.servers}s/seed-{self.seed}"
+
+    @property
+    def words(self) -> str:
+        workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        servers = f"{self.servers} server{'s' * (self.servers > 1)}"
+        return f"{self.discipline}, {workers}, {servers}, seed {self.seed}"
+
+    def like(self, other: "Cell") -> bool:
+        """Whether they differ in the seed only."""
+        return dataclasses.replace(self, seed=0) == dataclasses.replace(other, seed=0)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared: compare.json."""
+
+    recipe: str
+    disciplines: tuple[str, ...] = DISCIPLINES
+    workers: tuple[int, ...] = WORKERS
+    servers: tuple[int, ...] = SERVERS
+    seeds: int = SEEDS
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """train's other ones, as they were given."""
+    recipe_file: Mapping[str, Any] | None = None
+    """Where the recipe was found, in a comparison that has begun."""
+
+    @property
+    def keep(self) -> int:
+        """How many checkpoints of a run are kept for good."""
+        return int(self.options.get("keep", 1))
+
+    @property
+    def engine(self) -> str:
+        return str(self.options.get("engine", TrainConfig.engine))
+
+    def cells(self) -> list[Cell]:
+        first = int(self.options.get("seed", 0))
+        return [
+            Cell(discipline, workers, servers, seed)
+            for seed in range(first, first + self.seeds)
+            for servers in self.servers
+            for workers in self.workers
+            for discipline in self.disciplines
+        ]
+
+    def config(self, cell: Cell, out: Path) -> TrainConfig:
+        """The configuration of a cell; a ConfigError where there can be no such run."""
+        told = {"eval_skipped": True, **self.options, "recipe": self.recipe}
+        told |= dataclasses.asdict(cell)
+        if told["eval_skipped"]:
+            told["keep"] = ENOUGH  # until they are scored
+        kind = make_config({"discipline": cell.discipline, "workers": ENOUGH}).chosen.kind
+        foreign = discipline_options() - {option.flag for option in kind.options}
+        if not kind.merges:
+            foreign.add("reduce")
+        told = {k: v for k, v in told.items() if k not in foreign}
+        for name in INJECTED:
+            if told.get(name):
+                told[name] = _of_these(told[name], cell.workers)
+        return make_config(told, {"run_dir": str(out / cell.name)})
+
+    @classmethod
+    def load(cls, out: Path) -> "Grid":
+        try:
+            found = json.loads(grid_file(out).read_text(encoding="utf-8"))
+            axes = {name: tuple(found[name]) for name in ("disciplines", "workers", "servers")}
+            return cls(
+                found["recipe"],
+                **axes,
+                seeds=found["seeds"],
+                options=found["options"],
+                recipe_file=found.get("recipe_file"),
+            )
+        except OSError as error:
+            raise RunDirError(
+                f"there is no comparison in {out} to go on with: {error.strerror}"
+            ) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunDirError(f"{grid_file(out)} describes no comparison: {error!r}") from error
+
+
+def grid_file(out: Path) -> Path:
+    return out / "compare.json"
+
+
+def _of_these(value: str, num_workers: int) -> str | None:
+    """What is said of workers that a cell has: one worker alone is nobody's straggler."""
+    kept = [
+        part
+        for part in value.split(",")
+        if not (found := re.match(r"\s*(\d+)", part)) or int(found[1]) < num_workers
+    ]
+    return ",".join(kept) or None
+
+
+def make_grid(
+    given_options: Mapping[str, Any], axes: Mapping[str, Any], resumed: Path | None = None
+) -> Grid:
+    """A grid out of train's options and of the axes that are given; `resumed`: the folder of the
+    comparison that goes on, which knows what is not said again."""
+    plain = {
+        k: str(v) if isinstance(v, Path) or v == math.inf else v for k, v in given_options.items()
+    }
+    recipe = plain.pop("recipe", None)
+    given: dict[str, Any] = {name: v if name == "seeds" else tuple(v) for name, v in axes.items()}
+    if resumed is None:
+        return Grid(recipe or TrainConfig().recipe, **given, options=plain)
+    before = Grid.load(resumed)
+    kept = {axis: getattr(before, axis) for axis in AXES}
+    return merge(before, Grid(recipe or before.recipe, **{**kept, **given}, options=plain))
+
+
+def merge(before: Grid, given: Grid) -> Grid:
+    """The grid to go on with: it may have become larger; all else must be as it was."""
+    file = before.recipe_file
+    if given.recipe != before.recipe and (file := _same_file(before, given.recipe)) is None:
+        raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
+    for name, now in given.options.items():
+        was = before.options.get(name, options()[name].default)
+        if convert(name, was) != convert(name, now) and name not in OF_NO_MATTER:
+            raise ConfigError(
+                f"{name} was {was} when the comparison began, and is {now} now: what is compared "
+                f"must not differ in it"
+            )
+    axes: dict[str, Any] = {
+        axis: tuple(dict.fromkeys((*getattr(before, axis), *getattr(given, axis))))
+        for axis in ("disciplines", "workers", "servers")
+    }
+    changed = {k: v for k, v in given.options.items() if k in OF_NO_MATTER}
+    seeds = max(before.seeds, given.seeds)
+    merged = {**before.options, **changed}
+    return dataclasses.replace(before, **axes, seeds=seeds, options=merged, recipe_file=file)
+
+
+def _same_file(before: Grid, recipe: str) -> Mapping[str, Any] | None:
+    """Where the comparison's recipe is, if `recipe` is another name of its file, or of one with
+    the same content; None: it is another recipe."""
+    source, _, attribute = recipe.rpartition(":")
+    kept, path = before.recipe_file, Path(source)
+    if kept is None or attribute != before.recipe.rpartition(":")[2] or not path.is_file():
+        return None
+    if path.resolve() == Path(kept["path"]).resolve():
+        return kept
+    is_same = hashlib.sha256(path.read_bytes()).hexdigest() == kept["sha256"]
+    return {**kept, "path": str(path.absolute())} if is_same else None
+
+
+def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cell, str]]:
+    """The cells that can be run, and why the others cannot, such as one worker with a backup."""
+    configs: dict[Cell, TrainConfig] = {}
+    left_out: dict[Cell, str] = {}
+    for name in grid.options:
+        if name in NOT_FOR_A_GRID:
+            raise ConfigError(
+                f"{name} is not an option of a comparison, whose own are {', '.join(AXES)}"
+            )
+    if grid.seeds < 1:
+        raise ConfigError(f"seeds must be at least 1, not {grid.seeds}")
+    known: dict[tuple[Any, ...], str] = {}
+    for discipline in grid.disciplines:
+        config = make_config({"discipline": discipline, "workers": ENOUGH})
+        chosen = config.chosen
+        key = (chosen.source, *chosen.values.values())
+        if key in known:
+            raise ConfigError(f"{known[key]} and {discipline} are the same: name one of them")
+        known[key] = discipline
+    make_config({k: v for k, v in grid.options.items() if k in ("seed", "keep")})
+    injected = {name: grid.options.get(name) for name in (*INJECTED, "engine")}
+    most = max(grid.workers, default=1)
+    make_config({k: v for k, v in injected.items() if v is not None}, {"workers": most})
+    for cell in grid.cells():
+        try:
+            configs[cell] = grid.config(cell, out)
+        except ConfigError as error:
+            left_out[cell] = str(error)
+    if not configs:
+        raise ConfigError(next(iter(left_out.values()), "there is nothing to compare"))
+    return configs, left_out

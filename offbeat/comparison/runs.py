@@ -1,0 +1,252 @@
+"""`compare(...)`: many disciplines, numbers of workers and servers, and seeds; one report.
+
+    offbeat.compare("fashion-cnn", disciplines=["sync", "lock-free"], workers=[1, 2], seeds=3)
+
+The cells of the grid run one after the other, seed by seed, so that a machine that slows down in
+between does so for all of them. With the same seed they begin with the same weights and see the
+data in the same order. OUT/compare.json says what is compared; each cell is a run in a folder of
+its own under OUT, and the report is made from these folders alone.
+"""
+
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.api import Found, Result, find_again, named, refuse_recursion, train_config
+from offbeat.comparison.grid import Cell, Grid, check_grid, grid_file, make_grid
+from offbeat.config import TrainConfig
+from offbeat.engines.books import Books
+from offbeat.engines.forkserver import ForkServer, fork_server
+from offbeat.errors import ConfigError, OffbeatError, RunDirError
+from offbeat.recipes.base import Recipe, RecipeFile, metric_name
+from offbeat.report.summary import summarise
+from offbeat.report.write import write_report
+from offbeat.run.checkpoint import prune_checkpoints
+from offbeat.run.progress import Overview, make_overview, minutes
+from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of it."""
+
+    out: Path
+    report: Path
+    summaries: Mapping[str, Mapping[str, Any]]
+    """Each finished run's summary, by its folder's name within `out`."""
+    failed: Mapping[str, str]
+    """Why the others failed."""
+    interrupted: bool
+
+
+def compare(
+    recipe: str | Recipe = "fashion-cnn",
+    *,
+    disciplines: Sequence[str] | None = None,
+    workers: Sequence[int] | None = None,
+    servers: Sequence[int] | None = None,
+    seeds: int | None = None,
+    out: str | Path | None = None,
+    target: float | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Comparison:
+    """Train `recipe` in every cell of the grid, and write OUT/report.html and OUT/report.md.
+
+    `seeds` is how many; `options` are train's other flags by name; what is not given is as in the
+    command. `resume`: keep what has finished in `out`. A cell that fails is told in the result, and
+    does not stop the others.
+    """
+    refuse_recursion()
+    if resume and out is None:
+        raise ConfigError("resume goes on with a comparison: say in which folder it is (out)")
+    name, options = named(recipe, options)
+    axes = {"disciplines": disciplines, "workers": workers, "servers": servers, "seeds": seeds}
+    grid = make_grid(
+        {**options, "recipe": name},
+        {axis: value for axis, value in axes.items() if value is not None},
+        Path(out) if resume and out is not None else None,
+    )
+    made = None if isinstance(recipe, str) else recipe
+    return run_grid(grid, None if out is None else Path(out), target, made, resume=resume)
+
+
+def run_grid(
+    grid: Grid,
+    out: Path | None,
+    target: float | None = None,
+    recipe: Recipe | None = None,
+    *,
+    resume: bool = False,
+    forks: ForkServer | None = None,
+) -> Comparison:
+    """`forks` starts the processes, of all cells."""
+    out = out or _new_folder(grid.recipe)
+    configs, left_out = check_grid(grid, out)
+    kept = RecipeFile.kept(dataclasses.asdict(grid))
+    found = find_again(grid.recipe, kept, recipe, is_given=False)
+    grid = dataclasses.replace(grid, recipe_file=found.kept)
+    _claim(out, resume=resume)
+    folder = RunFolder(out)
+    with folder.locked(), fork_server(grid.engine, forks) as forks:
+        folder.write_json(grid_file(out), dataclasses.asdict(grid))
+        return _Comparing(grid, out, configs, found, forks).run(left_out, target)
+
+
+def _new_folder(recipe: str) -> Path:
+    name = Path(recipe).name.replace(".py:", "-").replace(":", "-")
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-compare"
+
+
+def _claim(out: Path, *, resume: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise RunDirError(f"{out} is a file; choose another --out")
+    if not resume and out.is_dir() and any(out.iterdir()):
+        hint = "go on with --resume, or " if grid_file(out).exists() else ""
+        raise RunDirError(f"{out} is not empty; {hint}choose another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirError(f"cannot make {out}: {error.strerror}; choose another --out") from error
+
+
+class _Comparing:
+    """The course of a comparison."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        out: Path,
+        configs: dict[Cell, TrainConfig],
+        found: Found,
+        forks: ForkServer | None,
+    ) -> None:
+        self.grid = grid
+        self.out = out
+        self.configs = configs
+        self.found = found
+        self.forks = forks
+        self.took_s: dict[Cell, float] = {}
+        self.summaries: dict[str, Mapping[str, Any]] = {}
+        self.failed: dict[str, str] = {}
+        self.interrupted = False
+
+    def run(self, left_out: Mapping[Cell, str], target: float | None) -> Comparison:
+        quiet = bool(self.grid.options.get("quiet"))
+        overview = make_overview(
+            f"{self.grid.recipe} -> {self.out}", len(self.configs), quiet=quiet
+        )
+        try:
+            if self.found.change is not None:
+                overview.notice(self.found.change)
+            for reason, cells in _by_reason(left_out).items():
+                overview.notice(f"left out: {'; '.join(cells)}: {reason}")
+            for cell in self.configs:
+                self._look_for(cell)
+            for number, cell in enumerate(self.configs, start=1):
+                if cell.name not in self.summaries:
+                    overview.begin(number, cell.words, self._left_s(cell))
+                    overview.end(self._train(cell, overview))
+                if self.interrupted:
+                    break
+        finally:
+            overview.close()
+        page, _ = write_report([self.out], target=target)
+        return Comparison(self.out, page, self.summaries, self.failed, self.interrupted)
+
+    def _look_for(self, cell: Cell) -> None:
+        """A cell that finished is kept; what is left of one that did not makes place for another
+        try, since a run that was broken off would say nothing about time."""
+        folder = self.out / cell.name
+        if not folder.exists():
+            return
+        try:
+            summary = summarise(folder)
+        except RunDirError:  # there is not even a description
+            summary = {"status": "broken off"}
+        if summary["status"] == "finished":
+            self.summaries[cell.name] = summary
+            self.took_s[cell] = summary["total_time_s"]
+        elif folder.is_symlink():
+            folder.unlink()
+        else:
+            with RunFolder(folder).locked():  # nobody who is left of it writes into it
+                shutil.rmtree(folder)
+
+    def _train(self, cell: Cell, overview: Overview) -> str:
+        began_s = time.monotonic()
+        config = self.configs[cell]
+        try:
+            result = train_config(
+                config,
+                self.found.recipe,
+                display=overview.display,
+                forks=self.forks,
+                file=self.found.file,
+            )
+            prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
+        except OffbeatError as error:
+            self.failed[cell.name] = str(error)
+            _leave_word(config, self.found, error)
+            return f"{cell.words}: failed: {error}"
+        except KeyboardInterrupt:  # before the run had begun, or for the second time
+            self.interrupted = True
+            return f"{cell.words}: interrupted"
+        self.took_s[cell] = time.monotonic() - began_s
+        if result.interrupted:
+            self.interrupted = True
+            return f"{cell.words}: interrupted"
+        self.summaries[cell.name] = result.summary
+        return f"{cell.words}: {_in_brief(result)}"
+
+    def _left_s(self, current: Cell) -> float | None:
+        """How long the cells that are to come will take, `current` among them, to judge by those
+        that are done: best by the same one with another seed."""
+        if not self.took_s:
+            return None
+        todo = [
+            cell
+            for cell in self.configs
+            if cell == current or (cell not in self.took_s and cell.name not in self.failed)
+        ]
+        return math.fsum(expected_s(cell, self.took_s) for cell in todo)
+
+
+def expected_s(cell: Cell, took_s: Mapping[Cell, float]) -> float:
+    alike = [s for other, s in took_s.items() if cell.like(other)]
+    known = alike or list(took_s.values())
+    return math.fsum(known) / len(known)
+
+
+def _by_reason(left_out: Mapping[Cell, str]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for cell, reason in left_out.items():
+        words = cell.words.rpartition(", ")[0]
+        if words not in reasons.setdefault(reason, []):
+            reasons[reason].append(words)
+    return reasons
+
+
+def _leave_word(config: TrainConfig, found: Found, error: OffbeatError) -> None:
+    """A run that did not even begin has no folder; the report is to know of it all the same."""
+    path = Path(config.run_dir or "")
+    if (path / "events").is_dir() and any((path / "events").iterdir()):
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    folder = create_run_folder(config)
+    described = describe_run(config, recipe_file=found.kept, metric=metric_name(found.recipe))
+    folder.write_json(folder.config, described)
+    Books(folder, lambda: 0.0).close("failed", [error])
+
+
+def _in_brief(result: Result) -> str:
+    summary = result.summary
+    parts = [f"{summary['gradients_per_s']:.1f} gradients/s"] if summary["gradients_per_s"] else []
+    if result.test_metric is not None:
+        parts.insert(0, f"test {summary['metric']} {result.test_metric:.4f}")
+    return ", ".join([*parts, minutes(summary["total_time_s"])])

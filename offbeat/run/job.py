@@ -1,0 +1,545 @@
+"""A job: configuration and recipe, resolved against the model and the data. What every role is
+given.
+
+Making one touches no file of the run, so whatever is wrong with a configuration shows here, before
+anything is left behind.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.config import BATCHING, TrainConfig
+from offbeat.data.batches import (
+    Batch,
+    Share,
+    Source,
+    make_source,
+    prepared_ahead,
+    to_device,
+)
+from offbeat.disciplines import Discipline
+from offbeat.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OffbeatError,
+    RecipeError,
+    in_a_line,
+    nearest,
+)
+from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
+from offbeat.optim import BY_NAME, Optimizer, schedule_name
+from offbeat.plugins import Choice, find
+from offbeat.randomness import make_generator, make_seed
+from offbeat.recipes.base import Recipe, accuracy
+from offbeat.rules import BUILT_IN as RULES
+from offbeat.rules import Rule
+from offbeat.run.checkpoint import Checkpoint
+from offbeat.shard import Shard, ShardState, partition, segments_of
+from offbeat.towers import CPU, Towers, find_devices
+from offbeat.transport.base import Layout, Message
+from offbeat.transport.codec import Codec
+
+MOST_MODEL_BYTES = 32_000
+"""Of a model's description in a handshake."""
+NUM_LOOKED_AT = 2
+"""Test examples that say which metric fits."""
+NUM_AHEAD = 2
+"""Batches that wait in the queue of --feed batching."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What only the data can tell, found out once and kept in the run's config.json."""
+
+    num_examples: int | None
+    """None: not known before the end of the data is reached."""
+    has_test: bool
+    total_updates: int | None
+    """How many updates each shard will have seen if nobody drops out; None: not known."""
+    by_loss: bool = False
+    """The recipe has no metric, and is judged by its loss on the test data."""
+    in_rounds: bool = False
+    """An update is a round of all workers' gradients."""
+    variant: str = ""
+    """The discipline and its options, as a report names them."""
+    elastic: bool = False
+    """Workers may come and go: the run ends with its `total_updates`, whoever made them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """`config` has no None left in it that concerns the length or the pace of training."""
+
+    config: TrainConfig
+    recipe: Recipe
+    optimizer: Optimizer
+    manifest: Manifest
+    slices: tuple[tuple[int, int], ...]
+    facts: Facts
+    train: Source | None = None
+    """None in a process that has no use for data."""
+    test: Source | None = None
+    codec: Choice[Codec] | None = None
+    """What gradients travel as; None: as they are."""
+
+    @property
+    def fingerprint(self) -> str:
+        coded = "" if self.codec is None else f" as {self.codec.label}"
+        return self.manifest.fingerprint(repr(self.optimizer) + coded)
+
+    @property
+    def agreement(self) -> Message:
+        """What two sides must agree on, in a form that shows where they do not; of a model with
+        very many tensors, without their names."""
+        model = self.manifest.in_short()
+        return {
+            "protocol": PROTOCOL,
+            "num_shards": len(self.slices),
+            "optimizer": repr(self.optimizer),
+            "model": model if len(json.dumps(model)) < MOST_MODEL_BYTES else None,
+            "fingerprint": self.fingerprint,
+            **({} if self.codec is None else {"codec": self.codec.label}),
+        }
+
+    @property
+    def budget(self) -> int | None:
+        """How many updates there are to be, whoever makes them; None: each worker has its own
+        steps to do."""
+        return self.facts.total_updates if self.facts.elastic else None
+
+    @property
+    def step_size(self) -> int:
+        """How many examples one gradient is computed on, by all towers of a worker."""
+        assert self.config.batch_size is not None
+        return self.config.batch_size * self.config.num_towers
+
+    def make_model(self) -> FlatModel:
+        """A replica with the run's initial weights. Seeds torch's own generator for a moment."""
+        return FlatModel(_seeded_model(self.recipe, self.config.seed), self.manifest)
+
+    def make_replicas(self, count: int) -> list[FlatModel]:
+        """So many of them, each with parameters of its own."""
+        replicas = [self.make_model() for _ in range(count)]
+        if len({id(replica.parameters[0]) for replica in replicas}) < count:
+            raise RecipeError(
+                "the recipe's model() returned the same model twice; it must make a new one each "
+                "time, since every worker needs one of its own"
+            )
+        return replicas
+
+    def devices(self, rank: int) -> list[torch.device]:
+        """What worker `rank` computes on, if it is on this machine."""
+        return find_devices(self.config.devices or self.config.device, rank)
+
+    def make_towers(self, rank: int, model: FlatModel) -> Towers:
+        """What worker `rank` computes with; `model` becomes the first tower."""
+        devices = self.devices(rank)
+        more = [self.make_model() for _ in devices[1:]]
+        return Towers([model, *more], devices, amp=self.config.amp is not None)
+
+    def layout(self, shard: int) -> Layout:
+        """What travels between a worker and this shard's server; buffers go to shard 0."""
+        lo, hi = self.slices[shard]
+        first = shard == 0
+        codec = self.make_codec()
+        return Layout(
+            num_elements=hi - lo,
+            num_tensors=len(self.manifest.tensors),
+            num_floats=self.manifest.num_floats if first else 0,
+            num_ints=self.manifest.num_ints if first else 0,
+            coded_bytes=None if codec is None else codec.capacity(hi - lo),
+        )
+
+    def make_shard(self, index: int) -> Shard:
+        """Shard `index`, empty: what it starts from is for the master to say."""
+        lo, hi = self.slices[index]
+        layout = self.layout(index)
+        return Shard(
+            torch.zeros(hi - lo),
+            segments_of(self.manifest, self.optimizer, lo, hi),
+            self.optimizer,
+            schedule=self.recipe.schedule,
+            total_updates=self.facts.total_updates,
+            ema_decay=self.recipe.ema,
+            rule=self.make_rule(),
+            fused=self.config.fused,
+            floats=torch.zeros(layout.num_floats),
+            ints=torch.zeros(layout.num_ints, dtype=torch.int64),
+        )
+
+    def initial_state(self, index: int, model: FlatModel) -> ShardState:
+        """Shard `index` as it is before the first update, cut out of `model`."""
+        lo, hi = self.slices[index]
+        layout = self.layout(index)
+        tensors = {"params": model.params[lo:hi].to("cpu", copy=True)}
+        floats = torch.zeros(layout.num_floats)
+        ints = torch.zeros(layout.num_ints, dtype=torch.int64)
+        if index == 0:
+            model.write_buffers(floats, ints)
+            buffers = {"floats": floats, "ints": ints}
+            tensors |= {name: values for name, values in buffers.items() if values.numel()}
+        return ShardState(version=0, tensors=tensors, accounts={})
+
+    def make_discipline(self) -> Discipline:
+        chosen = self.config.chosen
+        return chosen.kind(range(self.config.workers), **chosen.values)
+
+    def make_rule(self) -> Rule:
+        return find(self.config.reduce, RULES, Rule, "rule")()
+
+    def make_codec(self) -> Codec | None:
+        """For a link of a worker's, or a session of a server's; None: there is nothing to code."""
+        return None if self.codec is None else self.codec.kind(**self.codec.values)
+
+    def num_steps(self, rank: int) -> int | None:
+        """How many gradients worker `rank` will compute, where that is known beforehand."""
+        config = self.config
+        if config.steps is not None:
+            return config.steps
+        per_epoch = self.batches_per_epoch(rank)
+        if per_epoch is None:
+            return None
+        assert config.epochs is not None
+        return config.epochs * per_epoch
+
+    def batches_per_epoch(self, rank: int) -> int | None:
+        """How many steps worker `rank` takes to go through its share, where that is known."""
+        if self.facts.num_examples is None:
+            return None
+        return self._share(rank).num_batches(self.facts.num_examples)
+
+    def batches(
+        self, rank: int, start: int = 0, device: torch.device = CPU
+    ) -> Iterator[tuple[int, Batch]]:
+        """Worker `rank`'s training batches with their epochs, from step `start` on (0: the first),
+        until its work is done; on `device`, which is also where they are augmented."""
+        made = self._make_batches(rank, start, device)
+        return prepared_ahead(made, NUM_AHEAD) if self.recipe.feed == BATCHING else made
+
+    def _make_batches(
+        self, rank: int, start: int, device: torch.device
+    ) -> Iterator[tuple[int, Batch]]:
+        config = self.config
+        assert self.train is not None, "this process was given no training data"
+        share = self._share(rank)
+        step, epoch, first = self._find(share, start)
+        last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
+        if self.facts.elastic:  # a server says when it is enough
+            last_step = last_epoch = math.inf
+        while step < last_step and epoch < last_epoch:
+            before = step
+            for batch in self.train.train(share, epoch, first):
+                if step >= start:
+                    batch = to_device(batch, device)
+                    if self.recipe.augment is not None:
+                        key = (config.seed, "augment", rank, step)
+                        generator = make_generator(*key, device=device)
+                        with contextlib.nullcontext() if device == CPU else device:
+                            batch = self.recipe.augment(batch, generator)
+                    yield epoch, batch
+                step += 1
+                if step == last_step:
+                    return
+            if step == before:
+                raise DataError(
+                    f"the training data has nothing for worker {rank}: it is empty, or there are "
+                    f"more workers than examples"
+                )
+            epoch += 1
+            first = 0
+
+    def _find(self, share: Share, start: int) -> tuple[int, int, int]:
+        """Step, epoch and batch to begin at; of a stream what was seen before is gone through."""
+        if self.facts.num_examples is None:
+            return 0, 0, 0
+        num_batches = share.num_batches(self.facts.num_examples)
+        return start, start // num_batches, start % num_batches
+
+    def _share(self, rank: int) -> Share:
+        config = self.config
+        return Share(
+            rank=rank,
+            num_shares=config.workers,
+            batch_size=self.step_size,
+            seed=config.seed,
+            disjoint=config.split == "disjoint",
+        )
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """What the run really uses, whoever said so: flags, the recipe or the machine. Of a cluster
+        only the master's own devices are known."""
+        config, known = self.config, 1 if self.config.engine == "cluster" else self.config.workers
+        return {
+            "optimizer": str(self.optimizer),
+            "lr": float(self.optimizer.options["lr"]),
+            "schedule": schedule_name(self.recipe.schedule),
+            "batch_size": config.batch_size,
+            "epochs": config.epochs,
+            "steps": config.steps,
+            "devices": [
+                _one_or_all([str(device) for device in self.devices(rank)])
+                if rank < known
+                else None
+                for rank in range(config.workers)
+            ],
+            "threads": config.threads,
+            "feed": self.recipe.feed,
+            "ema": self.recipe.ema,
+            "eval_every": config.eval_every,
+            "checkpoint_every": config.checkpoint_every or config.eval_every,
+        }
+
+    # -- going on from a checkpoint ------------------------------------------------------------
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a checkpoint must say of the run, so that another one can go on from it."""
+        config = self.config
+        return {
+            "num_workers": config.workers,
+            "batch_size": self.step_size,
+            "split": config.split,
+        }
+
+    def starts(self, checkpoint: Checkpoint) -> dict[int, tuple[int, int]] | None:
+        """Where each worker goes on after `checkpoint`, as the (incarnation, sequence) of its last
+        gradient that is in; None: the run is cut as it was, so that the shards' own books hold.
+
+        With other shares a worker has done its part of the examples that were used so far.
+        """
+        if checkpoint.plan == self.plan:
+            return None
+        applied = checkpoint.applied()
+        incarnation = max((i for i, _ in applied.values()), default=0)
+        used = sum(sequence for _, sequence in applied.values()) * checkpoint.plan["batch_size"]
+        per_worker = used // (self.config.workers * self.step_size)
+        return {
+            rank: (incarnation, min(per_worker, self.num_steps(rank) or per_worker))
+            for rank in range(self.config.workers)
+        }
+
+    def total_updates_after(self, checkpoint: Checkpoint | None) -> int | None:
+        """How many updates each shard will have seen in the end; None: not known."""
+        steps = [self.num_steps(rank) for rank in range(self.config.workers)]
+        known = [n for n in steps if n is not None]
+        if len(known) < len(steps):
+            return None
+        if self.facts.elastic:
+            return sum(known)
+        version = 0
+        if checkpoint is not None:
+            version = checkpoint.version
+            starts = self.starts(checkpoint) or checkpoint.applied()
+            known = [max(0, n - starts.get(rank, (0, 0))[1]) for rank, n in enumerate(known)]
+        return version + self.make_discipline().num_updates(known)
+
+
+def make_job(
+    config: TrainConfig,
+    recipe: Recipe,
+    checkpoint: Checkpoint | None = None,
+    *,
+    elastic: bool = False,
+) -> Job:
+    """Resolve and check everything that can be checked before the run begins; `checkpoint` is what
+    it goes on from; `elastic`: let workers come and go where the run is of that kind."""
+    recipe = recipe.fed(config.feed)
+    optimizer = _resolve_optimizer(config, recipe)
+    optimizer.check(fused=config.fused)
+    config = _resolve_length(config, recipe)
+    find_devices(config.devices or config.device, 0)  # one that is not here is a usage error
+    module = _seeded_model(recipe, config.seed)
+    manifest = describe(module)
+    _check_groups(optimizer, manifest)
+    if config.servers > manifest.num_elements:
+        raise ConfigError(
+            f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
+            f"at least one; lower servers"
+        )
+    if checkpoint is not None and checkpoint.manifest != manifest:
+        raise CheckpointError(
+            f"the recipe's model is not the one in the checkpoint: "
+            f"{checkpoint.manifest.difference(manifest)}"
+        )
+    train, test = _load_data(config, recipe)
+    if train.num_examples is not None and train.num_examples < config.workers:
+        raise ConfigError(
+            f"{config.workers} workers for {train.num_examples} training examples; lower workers"
+        )
+    by_loss = _is_judged_by_loss(recipe, module, test)
+    recipe = recipe.judged(by_loss=by_loss)
+    known_length = train.num_examples is not None or config.steps is not None
+    facts = Facts(
+        num_examples=train.num_examples,
+        has_test=test is not None,
+        total_updates=None,
+        by_loss=by_loss,
+        in_rounds=config.chosen.kind.in_rounds,
+        variant=config.variant,
+        elastic=elastic
+        and known_length
+        and config.split == "shared"
+        and not config.chosen.kind.in_rounds,
+    )
+    job = dataclasses.replace(_cut(config, recipe, manifest, facts), train=train, test=test)
+    total = job.total_updates_after(checkpoint)
+    # a schedule that needs a length, or takes other arguments, says so now
+    _from_recipe("schedule", lambda: float(recipe.schedule(0, total)))
+    if config.eval_every is None:
+        config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
+    return dataclasses.replace(
+        job, config=config, facts=dataclasses.replace(job.facts, total_updates=total)
+    )
+
+
+def rejoin_job(
+    config: TrainConfig, recipe: Recipe, facts: Facts, sources: Mapping[str, Source] | None
+) -> Job:
+    """The same job in another process. `config` and `facts` are as `make_job` left them; `sources`
+    are what is shared of the data, the rest is loaded here; None: no data is needed."""
+    recipe = recipe.fed(config.feed).judged(by_loss=facts.by_loss)
+    job = _cut(config, recipe, describe(_seeded_model(recipe, config.seed)), facts)
+    if sources is None:
+        return job
+    missing = "train" not in sources or (facts.has_test and "test" not in sources)
+    train, test = _load_data(config, recipe) if missing else (None, None)
+    return dataclasses.replace(
+        job, train=sources.get("train", train), test=sources.get("test", test)
+    )
+
+
+def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) -> Job:
+    return Job(
+        config=config,
+        recipe=recipe,
+        optimizer=_resolve_optimizer(config, recipe),
+        manifest=manifest,
+        slices=tuple(partition(manifest.num_elements, config.servers)),
+        facts=facts,
+    )
+
+
+def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
+    optimizer = recipe.optimizer
+    if config.optimizer is not None:
+        optimizer = dataclasses.replace(BY_NAME[config.optimizer](), groups=optimizer.groups)
+    return optimizer if config.lr is None else optimizer.with_lr(config.lr)
+
+
+def _check_groups(optimizer: Optimizer, manifest: Manifest) -> None:
+    used = {optimizer.group_of(spec.name) for spec in manifest.tensors}
+    for index, pattern in enumerate(optimizer.groups, start=1):
+        if index not in used:
+            names = [spec.name for spec in manifest.tensors]
+            raise ConfigError(
+                f"the parameter group {pattern!r} matches no parameter; {nearest(pattern, names)}"
+            )
+
+
+def _resolve_length(config: TrainConfig, recipe: Recipe) -> TrainConfig:
+    epochs = config.epochs
+    if epochs is None and config.steps is None:
+        epochs = recipe.epochs
+    sharing = 1 if config.engine == "cluster" else config.workers
+    threads = config.threads or max(1, (os.cpu_count() or 1) // sharing)
+    batch_size = config.batch_size or recipe.batch_size
+    return dataclasses.replace(config, epochs=epochs, batch_size=batch_size, threads=threads)
+
+
+def _load_data(config: TrainConfig, recipe: Recipe) -> tuple[Source, Source | None]:
+    loaded = _from_recipe("data", lambda: recipe.data(config))
+    if not isinstance(loaded, tuple | list) or len(loaded) != 2:
+        raise RecipeError("the recipe's data(config) must return a pair: training data, test data")
+    train, test = loaded
+    return make_source(train, "training"), None if test is None else make_source(test, "test")
+
+
+def _is_judged_by_loss(recipe: Recipe, module: nn.Module, test: Source | None) -> bool:
+    """Whether a recipe without a metric is one that accuracy says nothing about, to judge by a few
+    test examples. Where the recipe asks for accuracy that is an error."""
+    if test is None or recipe.metric not in (None, accuracy):
+        return False
+    batch = _from_recipe("data", lambda: next(test.in_order(NUM_LOOKED_AT), None))
+    if batch is None:
+        return False
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            accuracy(module, batch)
+    except RecipeError:
+        if recipe.metric is accuracy:
+            raise
+        return True
+    except Exception:  # a model that a loss calls in another way, or one for another device
+        return recipe.metric is None
+    return False
+
+
+def _seeded_model(recipe: Recipe, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(make_seed(seed, "model"))
+        model = _from_recipe("model", recipe.model)
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"the recipe's model() returned a {type(model).__name__}, not a Module")
+    return model
+
+
+def _from_recipe(what: str, call: Callable[[], Any]) -> Any:
+    """Call a function of the user's; what it raises becomes one line that says where from."""
+    try:
+        return call()
+    except OffbeatError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"the recipe's {what} function failed: {in_a_line(error)}") from error
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names if len(names) > 1 else names[0]
+
+
+def _updates_per_epoch(job: Job) -> int:
+    """About how many updates it takes until every example was used once; 0: not known."""
+    if job.facts.num_examples is None:
+        return 0
+    num_batches = -(-job.facts.num_examples // job.step_size)
+    return max(1, num_batches // job.make_discipline().gradients_per_update)
+
+
+def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The first thing in which two sides' agreements differ, in words; empty: nothing."""
+    for key, name in (
+        ("protocol", "the protocol's version"),
+        ("num_shards", "the number of servers"),
+        ("optimizer", "the optimizer"),
+        ("codec", "the codec"),
+    ):
+        if theirs.get(key) != ours.get(key):
+            return f"{name} is {theirs.get(key)} there, {ours.get(key)} here"
+    model, our_model = theirs.get("model"), ours.get("model")
+    if isinstance(model, list) and isinstance(our_model, list):
+        for there, here in itertools.zip_longest(model, our_model):
+            if there != here:
+                return f"the model has {_tensor(there)} there, {_tensor(here)} here"
+    if theirs.get("fingerprint") != ours.get("fingerprint"):
+        return "the model: its tensors, or which of them are frozen, tied or buffers"
+    return ""
+
+
+def _tensor(described: Any) -> str:
+    match described:
+        case [str(name), list(shape), str(dtype)]:
+            return f"{name} {shape} {dtype}"
+    return "nothing more" if described is None else "something odd"

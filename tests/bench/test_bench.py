@@ -1,0 +1,134 @@
+"""The benchmarks run, and their figures are what they say. How fast anything is, no test asks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat.bench import exchange, network, recipes, train
+from offbeat.cli import main
+from offbeat.errors import RunError
+
+
+def test_exchanges_are_timed_over_every_transport(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    arguments = ["--sizes", "0.01", "--rounds", "3", "--json", str(file)]
+    assert main(["bench", "exchange", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "cores" in lines[0] and "n = 3" in lines[-1]
+    assert [line.split()[0] for line in lines[2:-1]] == ["unix", "tcp", "inproc"]
+    assert max(map(len, lines)) <= 80
+    for row in json.loads(file.read_text())["rows"]:
+        times = zip(row["exchange, ms"]["rounds"], row["two copies, ms"]["rounds"], strict=True)
+        assert row["ratio"]["rounds"] == pytest.approx([a / b for a, b in times])
+        assert sorted(row["ratio"]["rounds"])[1] == row["ratio"]["median"]
+
+
+def test_an_update_that_was_lost_on_the_way_is_noticed() -> None:
+    with exchange._joined("inproc", 0.01) as pair:
+        pair.time_round()
+        pair.check()
+        pair._num_done += 1
+        with pytest.raises(RunError, match="not what the exchanges should have made"):
+            pair.check()
+
+
+@pytest.mark.slow
+def test_training_is_compared_with_the_ceiling_and_ddp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(train.CALIBRATION_STEPS, "mnist-sigmoid", 30)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    # torch keeps a cache of its own where temporary files are, and may make it at any time
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path.parent / "torch"))
+    file = tmp_path / "found.json"
+    arguments = ["--disciplines", "bounded:1", "--rounds", "1", "--seconds", "1"]
+    assert main(["bench", "train", *arguments, "--batch-size", "8", "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:-1]] == ["ceiling", "bounded:1", "ddp"]
+    assert max(map(len, lines)) <= 80
+    rows = json.loads(file.read_text())["rows"]
+    assert all(row["gradients/s"]["median"] > 0 for row in rows)
+    assert [rows[0]["of the ceiling"]["median"], rows[2]["times ddp"]["median"]] == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"], "nothing is left behind"
+
+
+def test_a_rate_is_that_of_the_time_in_which_all_workers_were_at_work() -> None:
+    early = [0.1 * step for step in range(1, 101)]  # 10 a second, until 10.0
+    late = [5.0 + 0.5 * step for step in range(1, 21)]  # 2 a second; warm at 6.5
+    assert train._rate([early, late]) == pytest.approx(12, rel=0.05)
+    with pytest.raises(RunError, match="give more --seconds"):
+        train._rate([early, [11.0, 12.0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["exchange", "--transports", "unix,tpc"], "unknown 'tpc'; did you mean 'tcp'?"),
+        (["exchange", "--sizes", "4,0"], "'0' is no number above 0"),
+        (["exchange", "--round", "3"], "unknown argument '--round'; did you mean '--rounds'?"),
+        (["train", "--disciplines", "synk"], "unknown discipline 'synk'; did you mean 'sync'?"),
+        (["train", "--workers", "0"], "'0' is no whole number above 0"),
+        (["train", "--json", "no/such/folder"], "there is no such folder"),
+    ],
+)
+def test_what_is_wrong_with_the_flags_is_said_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(("recipe", "size"), [("mnist_sigmoid", 79_510), ("convnet", 1_070_186)])
+def test_the_models_are_as_large_as_they_should_be(recipe: str, size: int) -> None:
+    model = getattr(recipes, recipe).model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == size
+
+
+def test_the_normalisations_are_timed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "norm", "--batch-size", "2", "--rounds", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["normalisation", "torch's", "offbeat's"]
+    assert lines[2].split()[-2:] == ["1.00", "(1.00..1.00)"]
+
+
+@pytest.mark.slow
+def test_starts_are_timed_forked_and_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    assert main(["bench", "start", "--workers", "2", "--rounds", "1", "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:-1]] == [["2", "forked"], ["2", "anew"]]
+    assert max(map(len, lines)) <= 80
+    forked, anew = json.loads(file.read_text())["rows"]
+    work, back = "all at work, s", "back again, s"
+    assert forked["of anew"]["median"] == forked[work]["median"] / anew[work]["median"]
+    assert anew["of anew"]["median"] == 1.0
+    assert all(0 < row[back]["median"] < row[work]["median"] for row in (forked, anew))
+
+
+def test_networks_are_timed_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("zmq")
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    file = tmp_path / "found.json"
+    arguments = ["--sizes", "0.01", "--rounds", "2", "--json", str(file)]
+    assert main(["bench", "network", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:-1]] == ["tcp", "gloo", "pyzmq", "tls"]
+    rows = json.loads(file.read_text())["rows"]
+    ours = rows[0]["there and back, ms"]["rounds"]
+    for row in rows:
+        times = zip(row["there and back, ms"]["rounds"], ours, strict=True)
+        assert row["times tcp's"]["rounds"] == pytest.approx([a / b for a, b in times])
+    with pytest.raises(RunError, match="did not bring"):
+        network._check("tcp", torch.ones(2), network.ANSWER)

@@ -1,0 +1,283 @@
+"""The seeds' recipes: their size, first loss and data, and that they are plain PyTorch inside."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEFAULT_CONFIG, make_plain_optimizer, plain_loop
+from torch import Tensor, nn
+
+import offbeat
+from offbeat.config import make_config
+from offbeat.data.catalog import find_dataset
+from offbeat.data.fetch import THERE, state_of
+from offbeat.layers import LocalResponseNorm
+from offbeat.recipes import alexnet, mnist_convnet, simplecnn
+from offbeat.recipes.base import Recipe, load_recipe
+from offbeat.run.job import make_job
+
+DATA_DIR = Path(os.environ.get("OFFBEAT_DATA_DIR", Path(__file__).parents[2] / "data"))
+
+
+def images(count: int, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
+    return pixels, torch.randint(0, 10, (count,), generator=generator)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Noise instead of datasets; returns the names that were asked for."""
+    asked: list[str] = []
+
+    def load(name: str, data_dir: str) -> Any:
+        asked.append(name)
+        shape = (1, 28, 28) if "mnist" in name else (3, 32, 32)
+        return images(640, *shape), images(40, *shape, seed=1)
+
+    for module in (alexnet, simplecnn, mnist_convnet):
+        monkeypatch.setattr(module, "load_dataset", load)
+    return asked
+
+
+def num_parameters(recipe: Recipe) -> int:
+    return sum(p.numel() for p in recipe.model().parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "batch_size"),
+    [
+        ("alexnet", 1_068_298, 128),
+        ("simplecnn", 2_210_112, 64),
+        ("simplecnn-100", 2_256_192, 64),
+        ("mnist-convnet", 3_463_114, 64),
+        ("mnist-sigmoid", 79_510, 100),
+    ],
+)
+def test_parameters_and_batch_sizes_are_the_seeds(name: str, count: int, batch_size: int) -> None:
+    recipe = load_recipe(name)
+    assert num_parameters(recipe) == count
+    assert recipe.batch_size == batch_size
+
+
+def first_loss(recipe: Recipe, seed: int) -> float:
+    torch.manual_seed(seed)
+    model = recipe.model()
+    (x, y), _ = recipe.data(DEFAULT_CONFIG)
+    batch: Any = (x[:128], y[:128])
+    if recipe.augment is not None:
+        batch = recipe.augment(batch, torch.Generator().manual_seed(seed))
+    return recipe.loss(model, batch).item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_alexnets_first_loss_is_that_of_the_seed(seed: int, made_up: list[str]) -> None:
+    """ln 10, and .004 times half the squares of two layers' weights."""
+    assert first_loss(alexnet.recipe, seed) == pytest.approx(4.68, abs=0.02)
+    assert made_up == ["cifar10"]
+
+
+def test_the_others_first_losses_are_near_that_of_guessing(made_up: list[str]) -> None:
+    assert first_loss(mnist_convnet.recipe, 0) == pytest.approx(2.303, abs=0.1)
+    assert 2 < first_loss(simplecnn.recipe, 0) < 10, "its last layer begins with large weights"
+
+
+def test_alexnet_trains_on_distorted_crops_and_is_scored_on_the_centre(made_up: list[str]) -> None:
+    recipe = alexnet.recipe
+    (x, y), (test_x, _) = recipe.data(DEFAULT_CONFIG)
+    assert x.dtype == torch.uint8 and test_x.shape == (40, 3, 24, 24)
+    assert test_x.mean((1, 2, 3)).abs().max() < 1e-4
+    assert recipe.augment is not None
+    changed, labels = recipe.augment((x, y), torch.Generator().manual_seed(0))
+    assert changed.shape == (640, 3, 24, 24) and torch.equal(labels, y)
+    assert (changed.std((1, 2, 3), correction=0) - 1).abs().max() < 1e-3
+    again, _ = recipe.augment((x, y), torch.Generator().manual_seed(0))
+    assert torch.equal(changed, again)
+
+
+def test_alexnets_rate_falls_every_350_epochs() -> None:
+    schedule = alexnet.recipe.schedule
+    assert [schedule(v, None) for v in (0, 136_717, 136_718)] == [1, 1, pytest.approx(0.1)]
+    assert alexnet.recipe.optimizer.options["lr"] == 0.1
+    assert alexnet.recipe.ema == 0.9999
+
+
+def test_alexnet_decays_the_weights_of_two_layers_only(made_up: list[str]) -> None:
+    model = alexnet.AlexNet()
+    batch = (torch.zeros(4, 3, 24, 24), torch.zeros(4, dtype=torch.long))
+    with_decay = torch.autograd.grad(alexnet.loss(model, batch), list(model.parameters()))
+    entropy = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    without = torch.autograd.grad(entropy, list(model.parameters()))
+    for (name, parameter), more, less in zip(
+        model.named_parameters(), with_decay, without, strict=True
+    ):
+        expected = 0.004 * parameter if name in ("local3.weight", "local4.weight") else 0.0
+        torch.testing.assert_close(more - less, expected + torch.zeros_like(more))
+
+
+def test_alexnets_layers_are_in_the_seeds_order() -> None:
+    """Pool before the first normalisation, after the second; 24 -> 12 -> 6."""
+    model, seen = alexnet.AlexNet(), []
+    for name in ("conv1", "pool", "norm1", "conv2", "norm2", "local3", "local4", "softmax_linear"):
+        module = getattr(model, name)
+        module.register_forward_hook(
+            lambda module, args, out, name=name: seen.append((name, tuple(out.shape[1:])))
+        )
+    model(torch.zeros(1, 3, 24, 24))
+    assert seen == [
+        ("conv1", (64, 24, 24)),
+        ("pool", (64, 12, 12)),
+        ("norm1", (64, 12, 12)),
+        ("conv2", (64, 12, 12)),
+        ("norm2", (64, 12, 12)),
+        ("pool", (64, 6, 6)),
+        ("local3", (384,)),
+        ("local4", (192,)),
+        ("softmax_linear", (10,)),
+    ]
+    assert isinstance(model.norm1, LocalResponseNorm)
+    assert (model.norm1.size, model.norm1.alpha, model.norm1.beta, model.norm1.k) == (
+        9,
+        1e-3,
+        0.75,
+        1.0,
+    )
+
+
+def test_simplecnn_has_100_classes_where_asked_to(made_up: list[str]) -> None:
+    recipe = load_recipe("simplecnn-100")
+    assert recipe.model()(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+    (x, y), (test_x, _) = recipe.data(DEFAULT_CONFIG)
+    assert made_up == ["cifar100"]
+    assert recipe.augment is not None
+    flipped, _ = recipe.augment((x, y), torch.Generator().manual_seed(0))
+    for pixels in (flipped, test_x):
+        assert pixels.min() == 0 and pixels.max() == 1
+    first = recipe.model().get_parameter("0.weight")
+    assert abs(first.std().item() - (2 / (25 * 33.5)) ** 0.5) < 2e-3
+
+
+def test_mnist_convnets_two_input_ways(made_up: list[str]) -> None:
+    recipe = mnist_convnet.recipe
+    (x, _), _ = recipe.data(DEFAULT_CONFIG)
+    assert x.min() == -0.5 and x.max() == 0.5
+    jobs = {
+        feed: make_job(make_config({"feed": feed} if feed else {}), recipe)
+        for feed in (None, "batching", "direct")
+    }
+    assert jobs[None].optimizer == jobs["batching"].optimizer
+    batching, direct = jobs["batching"].optimizer, jobs["direct"].optimizer
+    assert (batching.kind, batching.options["nesterov"], batching.options["lr"]) == ("SGD", 1, 0.1)
+    assert (direct.kind, direct.options["lr"]) == ("Adam", 1e-4)
+
+
+def without_dropout() -> nn.Module:
+    model = mnist_convnet.MnistConvnet()
+    model.dropout.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (alexnet.recipe, {}),
+        (simplecnn.recipe, {}),
+        (dataclasses.replace(mnist_convnet.recipe, model=without_dropout), {}),
+        (dataclasses.replace(mnist_convnet.recipe, model=without_dropout), {"feed": "direct"}),
+    ],
+    ids=["alexnet", "simplecnn", "mnist-convnet", "mnist-convnet-direct"],
+)
+def test_twenty_steps_are_those_of_a_plain_loop(
+    recipe: Recipe, options: dict[str, Any], made_up: list[str], tmp_path: Path
+) -> None:
+    shared = {"workers": 1, "steps": 20, "batch_size": 8, "threads": 1, "eval_every": 0, **options}
+    job = make_job(make_config(shared), recipe)
+    module = job.make_model().module.train()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    plain_loop(job, make_plain_optimizer(job.optimizer, module), module)
+    torch.set_num_threads(threads)
+    result = offbeat.train(recipe, engine="inproc", quiet=True, run_dir=tmp_path / "r", **shared)
+    trained = offbeat.load(result.run_dir)
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+# -- lines on the console --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["alexnet", "mnist-sigmoid"])
+def test_the_seeds_console_lines(
+    name: str, made_up: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(name)
+    x, y = images(40, 3, 32, 32)
+    if name == "mnist-sigmoid":
+        x = torch.rand(40, 784)
+    recipe = dataclasses.replace(recipe, data=lambda config: ((x, y), None))
+    options = {"workers": 2, "batch_size": 5, "epochs": 2, "engine": "inproc"}
+    offbeat.train(recipe, log_every=3, run_dir=tmp_path / "r", **options)
+    out = capsys.readouterr().out
+    if name == "alexnet":
+        pattern = (
+            r"^\S+ \S+: step 3, loss = \d\.\d\d \(\d+\.\d examples/sec; \d\.\d{3} sec/batch\)$"
+        )
+    else:
+        pattern = r"^Step: \d+, Epoch: 2, Batch: 2 of 4, Cost: \d+\.\d{4}, AvgTime: \d+\.\d\dms$"
+    assert len(re.findall(pattern, out, re.MULTILINE)) == 1, out
+    lines = [line for line in out.splitlines() if line.startswith("Step:") or ": step " in line]
+    assert len(lines) == 2, "3 and 6 of 8"
+
+
+# -- real data -------------------------------------------------------------------------------------
+
+
+def real(name: str) -> Path:
+    """Where a dataset lies, or else a skip that says how to get it."""
+    dataset = find_dataset(name)
+    folder = DATA_DIR / dataset.folder
+    if {state_of(folder, file) for file in dataset.files} != {THERE}:
+        pytest.skip(f"{name} is not in {DATA_DIR}: offbeat data get {name}")
+    return DATA_DIR
+
+
+@pytest.mark.slow
+def test_the_real_cifar10_has_the_sizes_it_should_have() -> None:
+    config = make_config({"data_dir": real("cifar10")})
+    (x, y), (test_x, test_y) = alexnet.recipe.data(config)
+    assert x.shape == (50_000, 3, 32, 32) and test_x.shape == (10_000, 3, 24, 24)
+    assert y.bincount().tolist() == [5_000] * 10 and test_y.bincount().tolist() == [1_000] * 10
+
+
+@pytest.mark.slow
+def test_alexnet_learns_the_real_cifar10(tmp_path: Path) -> None:
+    result = offbeat.train(
+        "alexnet",
+        data_dir=real("cifar10"),
+        run_dir=tmp_path / "r",
+        steps=100,
+        workers=2,
+        quiet=True,
+        eval_every=0,
+    )
+    assert result.summary["final_cost"] < 4.4, "from 4.68"
+
+
+@pytest.mark.slow
+def test_mnist_sigmoid_learns_the_real_mnist(tmp_path: Path) -> None:
+    result = offbeat.train(
+        "mnist-sigmoid",
+        data_dir=real("mnist"),
+        run_dir=tmp_path / "r",
+        workers=3,
+        epochs=2,
+        lr=0.5,  # its own is made for longer runs
+        quiet=True,
+        eval_every=0,
+    )
+    assert result.summary["gradients"] == 2 * 3 * 184, "55,000 in three shares"
+    assert result.test_accuracy is not None and result.test_accuracy > 0.7
