@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,52 +14,94 @@ from offbeat.disciplines import BUILT_IN
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
-    ["flags"],
-    ["bench", "netbench", "reportbench", "startbench"],
-    ["byhand", "comparing"],
+    ["bench", "comparison"],
     ["api"],
     ["engines"],
-    ["roles", "summaries"],
-    ["cluster", "rundir", "progress", "job"],
-    ["checkpoint"],
-    ["shard", "towers"],
-    ["transport", "recipes", "data"],
-    ["flat", "layers", "optim", "randomness", "memory", "rules"],
-    ["control"],
-    ["report"],
-    ["hosts", "grid"],
-    ["config"],
-    ["ledger"],
-    ["disciplines"],
-    ["plugins"],
-    ["importing"],
-    ["errors", "events", "accounts", "version"],
+    ["cluster"],
+    ["roles", "report"],
+    ["run"],
+    ["data", "recipes", "towers", "transport"],
+    ["flat", "layers", "memory", "optim", "randomness", "rules", "shard"],
+    ["accounts", "config", "disciplines", "errors", "importing", "ledger", "plugins", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
+"""Of the folders and modules right below the package."""
+
+
+def name_of(path: Path) -> str:
+    parts = ("offbeat", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+"""The package itself is the first."""
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules that a file imports when it is imported, by their full names."""
+    """The modules that a file imports, wherever in it, by their full names."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in inner}
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
-def test_imports_point_downward(path: Path) -> None:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    if parts == ("__init__",):
-        return
-    for name in imports_of(path):
-        package, _, inner = name.partition(".")
-        if package == "offbeat" and inner:
-            other = inner.split(".")[0]
-            same = other == parts[0]
-            assert same or HEIGHT[other] <= HEIGHT[parts[0]], f"{path.name} imports {name}"
+@pytest.mark.parametrize("name", list(MODULES)[1:])
+def test_imports_point_downward(name: str) -> None:
+    home = name.split(".")[1]
+    for other in imports_of(MODULES[name]) & MODULES.keys():
+        assert HEIGHT[other.split(".")[1]] <= HEIGHT[home], f"{name} imports {other}"
+
+
+Graph = Mapping[str, set[str]]
+
+
+def reached(graph: Graph, start: str) -> set[str]:
+    """All that `start` imports, and what that imports, and so on."""
+    found: set[str] = set()
+    ahead = list(graph[start])
+    while ahead:
+        name = ahead.pop()
+        if name not in found:
+            found.add(name)
+            ahead += graph[name]
+    return found
+
+
+def cycles(graph: Graph) -> set[frozenset[str]]:
+    """Which names lead back to themselves, each with those that it shares this fate with."""
+    below = {name: reached(graph, name) for name in graph}
+    return {
+        frozenset(other for other in below[name] if name in below[other])
+        for name in graph
+        if name in below[name]
+    }
+
+
+IMPORTS = {name: imports_of(path) & MODULES.keys() for name, path in MODULES.items()}
+
+
+def test_nobody_imports_itself_in_a_roundabout_way() -> None:
+    assert cycles(IMPORTS) == set()
+    folders: dict[str, set[str]] = {name: set() for name in HEIGHT}
+    for name in IMPORTS.keys() - {"offbeat"}:
+        home = name.split(".")[1]
+        folders[home] |= {other.split(".")[1] for other in IMPORTS[name]} - {home}
+    assert cycles(folders) == set(), "also where no module does, folders can"
+    bad = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"e"}}
+    assert cycles(bad) == {frozenset("abc"), frozenset("e")}, "the check itself works"
+
+
+@pytest.mark.parametrize("folder", [*LAYERS[-1], "report"])
+def test_the_lowest_layer_and_reports_know_no_torch(folder: str) -> None:
+    inside = [name for name in MODULES if f"{name}.".startswith(f"offbeat.{folder}.")]
+    assert inside
+    for name in {*inside}.union(*(reached(IMPORTS, name) for name in inside)):
+        outside = {found.split(".")[0] for found in imports_of(MODULES[name])}
+        assert not outside & {"torch", "numpy"}, f"{name}, which {folder} needs"
 
 
 def test_the_disciplines_are_pure() -> None:
@@ -130,6 +173,7 @@ def test_everything_that_is_offered_exists() -> None:
     for name in offbeat.__all__:
         assert getattr(offbeat, name) is not None
     assert set(dir(offbeat)) == set(offbeat.__all__)
+    assert not HEIGHT.keys() & set(offbeat.__all__), "what is imported would take its place"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
