@@ -8,14 +8,13 @@ import os
 import select
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from offbeat.bench.processes import TIMEOUT_S, last_line, one_thread, silent_log, started
+from offbeat.bench.processes import TIMEOUT_S, one_thread, silent_log, started, wait_for
 from offbeat.bench.tables import Row
 from offbeat.disciplines import ApplyReply
 from offbeat.errors import RunError
@@ -120,11 +119,7 @@ def _joined(transport: str, size: float) -> Iterator[_Pair]:
             log = folder.path / "log"
             arguments = (transport, str(num_elements), str(folder.path))
             child = stack.enter_context(started("offbeat.bench.exchange", log, *arguments))
-            deadline_s = time.monotonic() + TIMEOUT_S
-            while not folder.cluster.exists():
-                if child.poll() is not None or time.monotonic() > deadline_s:
-                    raise RunError(f"the server does not come: {last_line(log)}")
-                threading.Event().wait(0.02)
+            wait_for(folder.cluster, child, log, "the server")
             network = ClusterNetwork(folder)
         yield stack.enter_context(contextlib.closing(_Pair(network, num_elements)))
 

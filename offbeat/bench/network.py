@@ -17,7 +17,6 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, distributed
 
-from offbeat.bench.processes import one_thread
+from offbeat.bench.processes import TIMEOUT_S, one_thread, started, wait_for
 from offbeat.bench.tables import Row
 from offbeat.errors import ConfigError, RunError
 from offbeat.transport.base import Layout, PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
@@ -36,7 +35,6 @@ from offbeat.transport.security import Terms
 from offbeat.transport.sockets import SocketListener, connect
 from offbeat.transport.wire import as_bytes
 
-TIMEOUT_S = 60.0
 BYTES_PER_ROUND = 2e8
 """So many go each way in a round, but of small payloads no more than MOST_EXCHANGES."""
 MOST_EXCHANGES = 50
@@ -274,30 +272,12 @@ def _order(orders: IO[bytes], line: str) -> None:
 def _other_process(
     folder: Path, num_elements: int, ways: Sequence[str]
 ) -> Iterator[tuple[IO[bytes], dict[str, str]]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    log = folder / "log"
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "offbeat.bench.network", str(folder), str(num_elements), *ways],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        ready = folder / "ready.json"
-        while not ready.exists():
-            if child.poll() is not None or time.monotonic() > deadline_s:
-                said = log.read_text(errors="replace").splitlines() or ["nothing"]
-                raise RunError(f"the other process does not come: {said[-1]}")
-            threading.Event().wait(0.02)
+    log, ready = folder / "log", folder / "ready.json"
+    arguments = (str(folder), str(num_elements), *ways)
+    with started("offbeat.bench.network", log, *arguments) as child:
+        wait_for(ready, child, log, "the other process")
         assert child.stdin is not None
         yield child.stdin, json.loads(ready.read_text())
-    finally:
-        child.kill()
-        child.communicate(timeout=TIMEOUT_S)
 
 
 def _make_certificate(folder: Path) -> None:

@@ -5,11 +5,14 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from offbeat.errors import RunError
 from offbeat.roles.control import DATA_VARIABLE
 
 TIMEOUT_S = 60.0
@@ -48,6 +51,15 @@ def started(
     finally:
         child.kill()
         child.communicate(timeout=TIMEOUT_S)
+
+
+def wait_for(file: Path, child: "subprocess.Popen[bytes]", log: Path, who: str) -> None:
+    """Until the process has written `file`: it is there, and listens."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not file.exists():
+        if child.poll() is not None or time.monotonic() > deadline_s:
+            raise RunError(f"{who} does not come: {last_line(log)}")
+        threading.Event().wait(0.02)
 
 
 def last_line(log: Path) -> str:
