@@ -5,7 +5,7 @@ process) or `cluster` (the master's side of a run whose other roles are elsewher
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from offbeat.errors import OffbeatError
 from offbeat.recipes.base import metric_name
@@ -68,23 +68,18 @@ def score_of(evaluator: Progress) -> tuple[int, float] | None:
 
 
 def status_of(
-    job: Job,
-    at_s: float,
-    *,
-    servers: Iterable[Progress],
-    workers: Iterable[Progress],
-    evaluator: Progress,
-    waits_for: str,
+    job: Job, at_s: float, progress: Callable[..., list[Progress]], waits_for: str
 ) -> Status:
-    """What a person is shown of a run all of whose roles tell how far they are."""
-    workers = list(workers)
+    """What a person is shown of a run all of whose roles tell how far they are; `progress` is given
+    the names of roles."""
+    workers = progress("master", "worker")
     return Status(
         num_gradients=sum(worker.get("steps", 0) for worker in workers),
         num_examples=sum(worker.get("examples", 0) for worker in workers),
         at_s=at_s,
         loss=mean(worker.get("loss") for worker in workers),
-        staleness=mean(server.get("staleness") for server in servers),
+        staleness=mean(server.get("staleness") for server in progress("ps")),
         metric_name=metric_name(job.recipe),
-        score=score_of(evaluator),
+        score=score_of(next(iter(progress("evaluator")), {})),
         waits_for=waits_for,
     )

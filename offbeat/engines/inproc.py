@@ -80,11 +80,5 @@ class InprocEngine(ThreadEngine):
         return bool(self._master.progress()["opened"])
 
     def status(self) -> Status:
-        return status_of(
-            self.job,
-            self.clock(),
-            servers=self._progress("ps"),
-            workers=self._progress("master", "worker"),
-            evaluator=next(iter(self._progress("evaluator")), {}),
-            waits_for="the first gradient" if self._is_opened() else "the servers",
-        )
+        waits_for = "the first gradient" if self._is_opened() else "the servers"
+        return status_of(self.job, self.clock(), self._progress, waits_for)

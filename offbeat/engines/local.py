@@ -372,14 +372,7 @@ class LocalEngine(Engine):
             self.display.notice(line)
 
     def status(self) -> Status:
-        return status_of(
-            self.job,
-            self.clock(),
-            servers=self._progress("ps"),
-            workers=self._progress("master", "worker"),
-            evaluator=next(iter(self._progress("evaluator")), {}),
-            waits_for=self._waits_for(),
-        )
+        return status_of(self.job, self.clock(), self._progress, self._waits_for())
 
     def _progress(self, *roles: str) -> list[Progress]:
         return [p.progress() for m, p in self._processes.items() if m.role in roles]
