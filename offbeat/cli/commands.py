@@ -195,27 +195,13 @@ def _role(known: argparse.Namespace) -> int:
 
 def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int) -> int:
     from_file, given = _read_config(known)
-    is_master = role == "master"
-    rank: int | None = None
-    if role == "worker" and not known.join:
+    rank = None
+    if role == "master" or (role == "worker" and not known.join):
         rank = hosts.rank_of(role, index)
-        is_master = rank == 0
-    elif is_master:
-        hosts.rank_of(role, index)
-    if known.join and role != "worker":
-        raise ConfigError(f"only a worker can join, not a {role}")
-    if known.join and "index" in vars(known):
-        raise ConfigError("--join comes as one more than the cluster lists: leave --index out")
-    if "bind" in vars(known) and role != "ps":
-        raise ConfigError(f"--bind is for servers: a {role} listens nowhere")
+    is_master = rank == 0
+    _check_role_flags(known, role, is_master, [*given, *from_file])
     if role == "ps":
         hosts.where(role, index)
-    allowed = options() if is_master else () if role == "ps" else LOCAL_OPTIONS
-    for name in [*given, *from_file]:
-        if name not in allowed:
-            raise ConfigError(f"{flag(name)} is for the master, who tells the others")
-    if known.resume is not None and not is_master:
-        raise ConfigError("--resume is for the master, who keeps the run's folder")
     if is_master:
         make_config(from_file, given)  # what is wrong with the flags shows before torch loads
     from offbeat.cli import roles
@@ -238,6 +224,24 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
     else:
         stopped = roles.score(endpoint, given)
     return INTERRUPTED if stopped else 0
+
+
+def _check_role_flags(
+    known: argparse.Namespace, role: str, is_master: bool, names: Sequence[str]
+) -> None:
+    """`names`: of all options of train that were given."""
+    if known.join and role != "worker":
+        raise ConfigError(f"only a worker can join, not a {role}")
+    if known.join and "index" in vars(known):
+        raise ConfigError("--join comes as one more than the cluster lists: leave --index out")
+    if "bind" in vars(known) and role != "ps":
+        raise ConfigError(f"--bind is for servers: a {role} listens nowhere")
+    allowed = options() if is_master else () if role == "ps" else LOCAL_OPTIONS
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"{flag(name)} is for the master, who tells the others")
+    if known.resume is not None and not is_master:
+        raise ConfigError("--resume is for the master, who keeps the run's folder")
 
 
 def _find_hosts(known: argparse.Namespace) -> tuple[Hosts, Task | None] | None:
