@@ -43,7 +43,7 @@ OTHER_FORMATS = {
     *(".npy", ".npz", ".pb", ".tflite", ".gguf", ".msgpack", ".joblib", ".zip", ".tar"),
 }
 """Endings of files that do not hold safetensors."""
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Of the tensors that a notice is about."""
 
 
@@ -419,8 +419,8 @@ def _notices(job: Job, change: str | None) -> Iterator[str]:
     if change is not None:
         yield change
     if rounded := job.manifest.rounded:
-        more = len(rounded) - MOST_NAMED
-        names = ", ".join(rounded[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        more = len(rounded) - MAX_NAMED
+        names = ", ".join(rounded[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
         yield f"rounded to float32's precision, though float64 in the model: {names}"
 
 

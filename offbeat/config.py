@@ -32,11 +32,11 @@ ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
-INJECTED = ("slow_worker", "kill_worker")
+FAULT_OPTIONS = ("slow_worker", "kill_worker")
 """Options that make a worker worse than it is."""
 PLUGINS = ("reduce",)
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 def _option(
@@ -255,8 +255,8 @@ class TrainConfig:
             value = getattr(config, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
-        if config.threads is not None and config.threads > MOST_THREADS:
-            raise ConfigError(f"threads must be at most {MOST_THREADS}, not {config.threads}")
+        if config.threads is not None and config.threads > MAX_THREADS:
+            raise ConfigError(f"threads must be at most {MAX_THREADS}, not {config.threads}")
         for name in ("lr", "worker_timeout"):
             value = getattr(config, name)
             if value is not None and value <= 0:

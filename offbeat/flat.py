@@ -27,7 +27,7 @@ PROTOCOL = 3
 """Raised with every change of what travels between worker and server."""
 COMPILED = "_orig_mod"
 """What `torch.compile` calls the module that it wraps."""
-MOST_KNOWN = 4
+MAX_KNOWN = 4
 """Sets of gradient slots whose layout is remembered; a worker has two, used in turn."""
 
 
@@ -279,7 +279,7 @@ class FlatModel:
         same over and over again, so this is worked out once for each of them."""
         key = tuple(piece.data_ptr() for piece in slices)
         if key not in self._known_pieces:
-            if len(self._known_pieces) >= MOST_KNOWN:
+            if len(self._known_pieces) >= MAX_KNOWN:
                 self._known_pieces.clear()  # connections come and go
             bounds = _bounds(slices)
             found = []

@@ -47,7 +47,7 @@ def exchange(*, sizes: Sequence[float], rounds: int, transports: Sequence[str]) 
     them."""
     with one_thread(), contextlib.ExitStack() as stack:
         cases = [(transport, size) for transport in transports for size in sizes]
-        pairs = [stack.enter_context(_joined(*case)) for case in cases]
+        pairs = [stack.enter_context(joined(*case)) for case in cases]
         times = [[pair.time_round() for pair in pairs] for _ in range(1 + rounds)]
         for pair in pairs:
             pair.check()
@@ -69,7 +69,7 @@ class _Pair:
         layout = Layout(num_elements, 1)
         self._link = network.connect(0, _HELLO, layout, TIMEOUT_S, self._params)
         self._params = self._link.reply_slot.values  # as a worker of one server has it
-        self._num_done = 0
+        self.num_done = 0
 
     def close(self) -> None:
         self._link.close()
@@ -90,21 +90,21 @@ class _Pair:
 
     def check(self) -> None:
         """Every update went in, and came back."""
-        if not bool((self._params == -LR * self._num_done).all()):
+        if not bool((self._params == -LR * self.num_done).all()):
             raise RunError("the parameters are not what the exchanges should have made of them")
 
     def _exchange(self) -> None:
         """As in roles/exchange.py."""
         link, slot = self._link, self._link.gradient_slot
         slot.values.copy_(self._gradient)
-        link.push(PushHeader(0, 0, self._num_done + 1, self._num_done, self._num_done))
+        link.push(PushHeader(0, 0, self.num_done + 1, self.num_done, self.num_done))
         if link.wait_reply(TIMEOUT_S) is None:
             raise RunError(f"no reply within {TIMEOUT_S:g} s")
-        self._num_done += 1
+        self.num_done += 1
 
 
 @contextlib.contextmanager
-def _joined(transport: str, size: float) -> Iterator[_Pair]:
+def joined(transport: str, size: float) -> Iterator[_Pair]:
     """A worker's end, joined to a server in another process; `inproc`: in threads of this one."""
     num_elements = max(1, round(size * 1e6 / 4))
     with contextlib.ExitStack() as stack:

@@ -36,8 +36,8 @@ from offbeat.transport.sockets import SocketListener, connect
 from offbeat.transport.wire import as_bytes
 
 BYTES_PER_ROUND = 2e8
-"""So many go each way in a round, but of small payloads no more than MOST_EXCHANGES."""
-MOST_EXCHANGES = 50
+"""So many go each way in a round, but of small payloads no more than MAX_EXCHANGES."""
+MAX_EXCHANGES = 50
 QUESTION, ANSWER = 1.0, 2.0
 """What the payloads hold."""
 
@@ -230,7 +230,7 @@ def network(*, sizes: Sequence[float], rounds: int, ways: Sequence[str]) -> list
 
 
 def _time_size(num_elements: int, rounds: int, ways: Sequence[str]) -> dict[str, list[float]]:
-    count = max(1, min(MOST_EXCHANGES, round(BYTES_PER_ROUND / (4 * num_elements))))
+    count = max(1, min(MAX_EXCHANGES, round(BYTES_PER_ROUND / (4 * num_elements))))
     times: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name, one_thread():
         folder = Path(name)
@@ -252,13 +252,13 @@ def _time_size(num_elements: int, rounds: int, ways: Sequence[str]) -> dict[str,
                         for _ in range(count):
                             found = made.exchange()
                         took_s = (time.perf_counter() - start_s) / count
-                        _check(way, found, ANSWER)
+                        check(way, found, ANSWER)
                         if number:  # the first round warms up
                             times[way].append(took_s)
     return times
 
 
-def _check(way: str, found: Tensor, value: float) -> None:
+def check(way: str, found: Tensor, value: float) -> None:
     if not bool((found == value).all()):
         raise RunError(f"{way} did not bring what was sent")
 
@@ -307,7 +307,7 @@ def _serve(folder: Path, num_elements: int, ways: Sequence[str]) -> None:
         else:
             for _ in range(int(second)):
                 found = made[first].answer()
-            _check(first, found, QUESTION)
+            check(first, found, QUESTION)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ FLAGS = ("--steps", "3", "--threads", "1", "--device", "cpu", "--eval-every", "0
 PROGRAM = f"""
 import sys
 from offbeat.engines import forkserver
-forkserver.POSSIBLE &= sys.argv.pop(1) == {FORKED!r}
+forkserver.CAN_FORK &= sys.argv.pop(1) == {FORKED!r}
 from offbeat.cli import main
 sys.exit(main())
 """

@@ -70,7 +70,7 @@ def train(
                 steps[name] = max(10, round(slowest * seconds))
             for number in range(1, 1 + rounds):
                 for name, found in rates.items():
-                    found.append(_rate(rig.run(name, steps[name])))
+                    found.append(rate(rig.run(name, steps[name])))
                     line = f"round {number} of {rounds}: {name} {short(found[-1])}/s"
                     print(line, file=sys.stderr, flush=True)
     rows: list[Row] = []
@@ -82,7 +82,7 @@ def train(
     return rows
 
 
-def _rate(times: Sequence[Sequence[float]]) -> float:
+def rate(times: Sequence[Sequence[float]]) -> float:
     """Gradients per second while everybody was at work: from when the last worker was warm until
     the first one was done. `times`: for each worker, when it was done with each step."""
     warm = [done[len(done) // 10 :] for done in times]

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _signals_as_ctrl_c() -> Iterator[None]:
+def signals_as_ctrl_c() -> Iterator[None]:
     """SIGTERM (a batch system's) and SIGHUP (a closed terminal's) end a run as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -101,7 +101,7 @@ def _train(known: argparse.Namespace) -> int:
         raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
     from_file, given = _read_config(known)
     config = make_config(from_file, given)  # what is wrong with the flags shows before torch loads
-    with _signals_as_ctrl_c(), fork_server(config.engine) as forks:  # it imports while we do
+    with signals_as_ctrl_c(), fork_server(config.engine) as forks:  # it imports while we do
         from offbeat.api import resume_config, train_config
         from offbeat.run.checkpoint import list_checkpoints
         from offbeat.run.progress import say
@@ -130,7 +130,7 @@ def _compare(known: argparse.Namespace) -> int:
     if known.resume and known.out is None:
         raise ConfigError("--resume goes on with a comparison: say in which folder it is (--out)")
     grid.check_grid(asked, Path(known.out or "."))  # shows what is wrong before torch loads
-    with _signals_as_ctrl_c(), fork_server(asked.engine) as forks:
+    with signals_as_ctrl_c(), fork_server(asked.engine) as forks:
         from offbeat.comparison.runs import run_grid
         from offbeat.run.progress import say
 
@@ -168,7 +168,7 @@ def _export(known: argparse.Namespace) -> int:
 
 
 def _eval(known: argparse.Namespace) -> int:
-    with _signals_as_ctrl_c():
+    with signals_as_ctrl_c():
         from offbeat.api import evaluate
         from offbeat.run.progress import say
 
@@ -210,7 +210,7 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
 
     endpoint = Endpoint(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
     if is_master:
-        with _signals_as_ctrl_c():
+        with signals_as_ctrl_c():
             result = roles.master(endpoint, given, from_file, known.resume)
         for line in _result_lines(result.summary):
             say(line)
@@ -335,7 +335,7 @@ def _data(known: argparse.Namespace) -> int:
             print(f"{name}  {state}")
         return 0 if set(states.values()) == {fetch.THERE} else 1
     source = Path(known.source).expanduser() if known.source else None
-    with _signals_as_ctrl_c(), make_meter() as meter:
+    with signals_as_ctrl_c(), make_meter() as meter:
         fetch.get(known.name, data_dir, source=source, say=say, meter=meter)
     return 0
 
@@ -346,7 +346,7 @@ def _bench(known: argparse.Namespace) -> int:
         make_config({"discipline": discipline})  # what is wrong with it shows before torch loads
     if known.json is not None and not Path(known.json).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {known.json}: there is no such folder")
-    with _signals_as_ctrl_c():
+    with signals_as_ctrl_c():
         from offbeat.bench import exchange, network, norm, report, start, tables, train
 
         kinds: dict[str, Callable[..., Any]]

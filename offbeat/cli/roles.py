@@ -22,7 +22,7 @@ from offbeat.api import Result, resume_config, train_config
 from offbeat.cluster.bootstrap import Bootstrap
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.hosts import Hosts, is_loopback, split_address
-from offbeat.cluster.remote import SMALL, WorkDone, run_evaluator, run_worker
+from offbeat.cluster.remote import NO_PAYLOAD, WorkDone, run_evaluator, run_worker
 from offbeat.config import make_config, not_overruled
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.roles.calls import About
@@ -39,7 +39,7 @@ def serve(endpoint: Endpoint, index: int, bind: str | None = None) -> bool:
     where = endpoint.hosts.where("ps", index)
     host, port = split_address(where)
     if bind is not None:
-        host, port = _split_bind(bind, port)
+        host, port = split_bind(bind, port)
     if endpoint.terms.client_tls is not None and endpoint.terms.server_tls is None:
         raise ConfigError(
             "a server that is to use TLS needs a certificate: give --tls-cert and --tls-key beside "
@@ -52,9 +52,9 @@ def serve(endpoint: Endpoint, index: int, bind: str | None = None) -> bool:
             f"name it with --token-file, or put it into {TOKEN_VARIABLE}"
         )
     address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
-    with _console(f"ps-{index}") as (log, stop):
+    with console(f"ps-{index}") as (log, stop):
         try:
-            listener = SocketListener(address, SMALL, endpoint.terms)
+            listener = SocketListener(address, NO_PAYLOAD, endpoint.terms)
         except ConnectionClosedError as error:
             raise ConfigError(str(error)) from error
         log.info("server %d listens at %s; waiting for the master", index, listener.address[4:])
@@ -66,7 +66,7 @@ def serve(endpoint: Endpoint, index: int, bind: str | None = None) -> bool:
         return stop.is_set()
 
 
-def _split_bind(bind: str, port: int) -> tuple[str, int]:
+def split_bind(bind: str, port: int) -> tuple[str, int]:
     """A host, with a port of its own or without."""
     try:
         return str(ipaddress.ip_address(bind.strip("[]"))), port
@@ -99,7 +99,7 @@ def work(
     """Be a worker; None: one more than the cluster lists. Returns what it came to, with `scores`
     also how well its last parameters do; and whether it was stopped."""
     name = "worker" if rank is None else f"worker-{rank}"
-    with _console(name) as (log, stop):
+    with console(name) as (log, stop):
         done = run_worker(
             endpoint.hosts.addresses,
             endpoint.terms,
@@ -117,7 +117,7 @@ def work(
 
 def score(endpoint: Endpoint, local: Mapping[str, Any]) -> bool:
     """Be an evaluator. Returns whether it was stopped."""
-    with _console("evaluator") as (log, stop):
+    with console("evaluator") as (log, stop):
         run_evaluator(
             endpoint.hosts.addresses,
             endpoint.terms,
@@ -136,7 +136,7 @@ def check(hosts: Hosts, terms: Terms) -> bool:
     found: list[dict[str, Any]] = []
     for index, address in enumerate(hosts.addresses):
         try:
-            end = connect_for_calls(address, {}, SMALL, CHECK_TIMEOUT_S, terms)
+            end = connect_for_calls(address, {}, NO_PAYLOAD, CHECK_TIMEOUT_S, terms)
             try:
                 about, _ = end.call(About().message(), {}, CHECK_TIMEOUT_S)
             finally:
@@ -181,7 +181,7 @@ def _name_of(hosts: Hosts, rank: int) -> str:
 
 
 @contextlib.contextmanager
-def _console(name: str) -> Iterator[tuple[logging.Logger, threading.Event]]:
+def console(name: str) -> Iterator[tuple[logging.Logger, threading.Event]]:
     """A log that is shown, and an event that the first Ctrl-C, SIGTERM or SIGHUP sets; the second
     one is not waited for."""
     log = logging.Logger(name)

@@ -92,10 +92,12 @@ class Bootstrap:
         self._start_timeout_s = start_timeout_s
         self._stop = stop
         self._lock = threading.Lock()
-        self._run: Run | None = None
+        self.serving: Run | None = None
+        """What the master said that it is to be; None: nothing yet."""
         self._configured = threading.Event()
         self._relay = Relay()
-        self._failures: list[str] = []
+        self.failures: list[str] = []
+        """What workers failed with, for the master to hear."""
         self._evaluators: set[str] = set()
         """Those that did not leave yet."""
         self._closing = False
@@ -110,9 +112,9 @@ class Bootstrap:
     @property
     def reason(self) -> str:
         """Why it is over."""
-        if self._stop.is_set() or self._run is None:
+        if self._stop.is_set() or self.serving is None:
             return "it was stopped"
-        return self._run.server.reason
+        return self.serving.server.reason
 
     def run(self) -> None:
         """Raises what the server failed with, or that nobody came."""
@@ -126,9 +128,9 @@ class Bootstrap:
                     raise ConnectionClosedError(
                         f"no master came within {self._start_timeout_s:g} s (--start-timeout)"
                     )
-            assert self._run is not None
-            self._run.role.run()
-            if not self._run.server.over.is_set():
+            assert self.serving is not None
+            self.serving.role.run()
+            if not self.serving.server.over.is_set():
                 return  # the workers look for this server again: it may be started anew
             self._released.wait(RELEASE_TIMEOUT_S)
             self._linger()
@@ -137,8 +139,8 @@ class Bootstrap:
 
     def _look(self) -> None:
         """Called as long as the run goes on."""
-        if self._run is not None:
-            self._run.records.flush()
+        if self.serving is not None:
+            self.serving.records.flush()
         away_s = self._now() - self._master_heard_s
         if away_s > self._start_timeout_s:
             raise ConnectionClosedError(
@@ -157,9 +159,9 @@ class Bootstrap:
         if self._relay.num_lost:
             self.log.warning("%d bytes of events found no room", self._relay.num_lost)
         self._acceptor.close()
-        if self._run is not None:
-            self._run.server.close(over=self._run.server.over.is_set())
-            self._run.records.close()
+        if self.serving is not None:
+            self.serving.server.close(over=self.serving.server.over.is_set())
+            self.serving.records.close()
         self._acceptor.join()
 
     # -- connections ---------------------------------------------------------------------------
@@ -167,7 +169,7 @@ class Bootstrap:
     def _serve(self, end: Any, hello: Message) -> None:
         """A connection's thread."""
         assert isinstance(end, SocketServerEnd)
-        run = self._run
+        run = self.serving
         if hello.get("calls"):
             self._serve_calls(end)
         elif run is None:
@@ -181,15 +183,17 @@ class Bootstrap:
             message: Message, tensors: Mapping[str, Tensor]
         ) -> tuple[Message, Mapping[str, Tensor]]:
             answered = self.answer(message, tensors)
-            if self._run is not None:
-                end.layout = self._run.job.layout(self.index)
+            if self.serving is not None:
+                end.layout = self.serving.job.layout(self.index)
             return answered
 
         try:
             while not self._is_over():
                 end.answer_calls(answer, POLL_S)
-            over = self._run is not None and self._run.server.over.is_set()
-            end.close(self._run.server.reason if self._run else "the server was stopped", over=over)
+            over = self.serving is not None and self.serving.server.over.is_set()
+            end.close(
+                self.serving.server.reason if self.serving else "the server was stopped", over=over
+            )
         except ConnectionClosedError as error:
             if error.refused:
                 end.refuse(str(error))
@@ -223,27 +227,27 @@ class Bootstrap:
             case Leave(who):
                 self._evaluators.discard(who)
             case TellFailure(line):
-                self._failures.append(line[:2000])
+                self.failures.append(line[:2000])
             case _:
                 return self._ask_server(call)
         return {}, {}
 
     def _ask_server(self, call: Call) -> tuple[Message, Mapping[str, Tensor]]:
-        if self._run is None:
+        if self.serving is None:
             raise ConnectionClosedError("this server waits for its master")
-        answer, tensors = self._run.server.answer_call(call)
+        answer, tensors = self.serving.server.answer_call(call)
         match call:
             case Newest(_, str(who)) if not answer["over"]:
                 self._evaluators.add(who)
             case AskStatus(got) | Finish(_, got):
                 self._master_heard_s = self._now()
-                self._run.records.flush()
+                self.serving.records.flush()
                 number, lines = self._relay.take(got)
-                return Brought(number, lines, self._failures).add_to(answer)
+                return Brought(number, lines, self.failures).add_to(answer)
         return answer, tensors
 
     def _about(self) -> Message:
-        run = self._run
+        run = self.serving
         about: Message = {
             "version": __version__,
             "torch": str(torch.__version__),
@@ -264,16 +268,16 @@ class Bootstrap:
     def _configure(self, call: Configure) -> Message:
         """The master says what this server is to be; saying it again changes nothing."""
         with self._lock:
-            if self._run is None:
-                self._run = self._make_run(call)
+            if self.serving is None:
+                self.serving = self._make_run(call)
                 self._master_heard_s = self._now()
                 self._configured.set()
             else:
-                self._check_same(self._run, call)
+                self._check_same(self.serving, call)
             if call.life != self._life:  # a master that was started anew
                 self._life = call.life
-                self._failures.clear()
-            return {"epoch": self._run.server.ledger.epoch}
+                self.failures.clear()
+            return {"epoch": self.serving.server.ledger.epoch}
 
     def _check_same(self, run: Run, call: Configure) -> None:
         where = f"at version {run.server.shard.version}"
@@ -319,9 +323,9 @@ class Bootstrap:
 
     def _config(self, call: AskConfig) -> Message:
         """For a worker: the configuration, its rank and its incarnation; {} means: ask again."""
-        if not self._configured.wait(CONFIG_WAIT_S) or self._run is None:
+        if not self._configured.wait(CONFIG_WAIT_S) or self.serving is None:
             return {}
-        run = self._run
+        run = self.serving
         if not run.server.sessions.loaded.wait(CONFIG_WAIT_S):
             return {}
         elapsed_s = self._now() - run.began_s

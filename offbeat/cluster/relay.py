@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat.transport.sockets import EVENT_BYTES
 
-MOST_KEPT_BYTES = 1 << 26
+MAX_KEPT_BYTES = 1 << 26
 """While the master is away; what comes beyond it is lost, and counted."""
 SOURCES = re.compile(r"(ps|worker|evaluator)-\d{1,9}")
 """Whose events there may be."""
@@ -43,7 +43,7 @@ class Relay:
             if before is not None:
                 lines = lines[max(0, come - before) :]
             self._come[name, source] = max(come, (before or 0) + num_bytes)
-            if sum(map(len, self._kept.values())) + len(lines) > MOST_KEPT_BYTES:
+            if sum(map(len, self._kept.values())) + len(lines) > MAX_KEPT_BYTES:
                 self.num_lost += len(lines)
             elif lines:
                 self._kept.setdefault(name, bytearray()).extend(lines)

@@ -51,9 +51,10 @@ from offbeat.transport.sockets import EVENT_BYTES, SocketNetwork
 CALL_TIMEOUT_S = 20.0
 FLUSH_EVERY_S = 0.5
 POLL_S = 0.5
-MOST_KEPT_BYTES = 1 << 26
+MAX_KEPT_BYTES = 1 << 26
 """Of events, while server 0 is away."""
-SMALL = Layout(num_elements=0, num_tensors=0)
+NO_PAYLOAD = Layout(num_elements=0, num_tensors=0)
+"""Of connections for calls, and of a server that was not told yet what it serves."""
 
 
 class CallSink:
@@ -69,7 +70,7 @@ class CallSink:
         self._end: CallEnd | None = None
 
     def write(self, text: str) -> None:
-        if len(self._kept) < MOST_KEPT_BYTES:
+        if len(self._kept) < MAX_KEPT_BYTES:
             self._kept += text.encode()
 
     def flush(self) -> None:
@@ -79,7 +80,7 @@ class CallSink:
                 if cut > EVENT_BYTES:
                     cut = self._kept.rfind(b"\n", 0, EVENT_BYTES) + 1
                 if self._end is None:
-                    self._end = self._network.connect_for_calls(0, {}, SMALL, CALL_TIMEOUT_S)
+                    self._end = self._network.connect_for_calls(0, {}, NO_PAYLOAD, CALL_TIMEOUT_S)
                 lines = torch.frombuffer(self._kept[:cut], dtype=torch.uint8)  # a copy
                 call = SendEvents(self._name, self._source, self._num_sent, lines)
                 self._end.call(call.message(), call.tensors(), CALL_TIMEOUT_S)
@@ -115,7 +116,7 @@ def ask_config(
     waits: list[bool] = []
 
     def ask() -> Message:
-        told, _ = _call(network, 0, SMALL, call)
+        told, _ = _call(network, 0, NO_PAYLOAD, call)
         if not told:
             if not waits:
                 waits.append(True)
@@ -351,7 +352,7 @@ def _enter(
 
 def _tell_of_failure(network: SocketNetwork, line: str) -> None:
     with contextlib.suppress(ConnectionClosedError):  # then the run has other troubles
-        _call(network, 0, SMALL, TellFailure(line))
+        _call(network, 0, NO_PAYLOAD, TellFailure(line))
 
 
 def _call(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.config import (
-    INJECTED,
+    FAULT_OPTIONS,
     TrainConfig,
     convert,
     discipline_options,
@@ -38,9 +38,11 @@ NOT_FOR_A_GRID = (
     *("workers", "servers", "run_dir"),
 )
 """Options of train that the axes stand in for: NAME:VALUE gives a discipline's first one."""
-ENOUGH = 1_000_000
-"""Workers for any number of backups, or checkpoints."""
-OF_NO_MATTER = ("quiet", "data_dir")
+KEEP_ALL = 1_000_000
+"""Checkpoints."""
+MANY_WORKERS = 1_000_000
+"""So many that there may be any number of backups."""
+MAY_DIFFER = ("quiet", "data_dir")
 """Options that may be others when a comparison goes on."""
 
 
@@ -107,13 +109,13 @@ class Grid:
         told = {"eval_skipped": True, **self.options, "recipe": self.recipe}
         told |= dataclasses.asdict(cell)
         if told["eval_skipped"]:
-            told["keep"] = ENOUGH  # until they are scored
-        kind = make_config({"discipline": cell.discipline, "workers": ENOUGH}).chosen.kind
+            told["keep"] = KEEP_ALL  # until they are scored
+        kind = make_config({"discipline": cell.discipline, "workers": MANY_WORKERS}).chosen.kind
         foreign = discipline_options() - {option.flag for option in kind.options}
         if not kind.merges:
             foreign.add("reduce")
         told = {k: v for k, v in told.items() if k not in foreign}
-        for name in INJECTED:
+        for name in FAULT_OPTIONS:
             if told.get(name):
                 told[name] = _of_these(told[name], cell.workers)
         return make_config(told, {"run_dir": str(out / cell.name)})
@@ -176,7 +178,7 @@ def merge(before: Grid, given: Grid) -> Grid:
         raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
     for name, now in given.options.items():
         was = before.options.get(name, options()[name].default)
-        if convert(name, was) != convert(name, now) and name not in OF_NO_MATTER:
+        if convert(name, was) != convert(name, now) and name not in MAY_DIFFER:
             raise ConfigError(
                 f"{name} was {was} when the comparison began, and is {now} now: what is compared "
                 f"must not differ in it"
@@ -185,7 +187,7 @@ def merge(before: Grid, given: Grid) -> Grid:
         axis: tuple(dict.fromkeys((*getattr(before, axis), *getattr(given, axis))))
         for axis in ("disciplines", "workers", "servers")
     }
-    changed = {k: v for k, v in given.options.items() if k in OF_NO_MATTER}
+    changed = {k: v for k, v in given.options.items() if k in MAY_DIFFER}
     seeds = max(before.seeds, given.seeds)
     merged = {**before.options, **changed}
     return dataclasses.replace(before, **axes, seeds=seeds, options=merged, recipe_file=file)
@@ -217,14 +219,14 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
         raise ConfigError(f"seeds must be at least 1, not {grid.seeds}")
     known: dict[tuple[Any, ...], str] = {}
     for discipline in grid.disciplines:
-        config = make_config({"discipline": discipline, "workers": ENOUGH})
+        config = make_config({"discipline": discipline, "workers": MANY_WORKERS})
         chosen = config.chosen
         key = (chosen.source, *chosen.values.values())
         if key in known:
             raise ConfigError(f"{known[key]} and {discipline} are the same: name one of them")
         known[key] = discipline
     make_config({k: v for k, v in grid.options.items() if k in ("seed", "keep")})
-    injected = {name: grid.options.get(name) for name in (*INJECTED, "engine")}
+    injected = {name: grid.options.get(name) for name in (*FAULT_OPTIONS, "engine")}
     most = max(grid.workers, default=1)
     make_config({k: v for k, v in injected.items() if v is not None}, {"workers": most})
     for cell in grid.cells():

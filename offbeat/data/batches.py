@@ -156,7 +156,7 @@ def make_source(data: Any, what: str) -> Source:
 
 def batch_length(batch: Batch) -> int:
     """How many examples a batch holds, by the first tensor in it."""
-    first = next(_leaves(batch), None)
+    first = next(leaves(batch), None)
     if first is None:
         raise DataError(f"a batch must hold tensors; found a {type(batch).__name__} without any")
     return len(first) if first.dim() else 1
@@ -164,7 +164,7 @@ def batch_length(batch: Batch) -> int:
 
 def not_finite(batch: Batch) -> tuple[int, int]:
     """How many of a batch's numbers are NaN or infinite, and how many floats it has."""
-    floats = [leaf for leaf in _leaves(batch) if leaf.is_floating_point()]
+    floats = [leaf for leaf in leaves(batch) if leaf.is_floating_point()]
     finite = sum(int(leaf.isfinite().sum()) for leaf in floats)
     count = sum(leaf.numel() for leaf in floats)
     return count - finite, count
@@ -229,15 +229,15 @@ def prepared_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
         thread.join()
 
 
-def _leaves(batch: Batch) -> Iterator[Tensor]:
+def leaves(batch: Batch) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _leaves(value)
+            yield from leaves(value)
     elif isinstance(batch, tuple | list):
         for value in batch:
-            yield from _leaves(value)
+            yield from leaves(value)
 
 
 def _as_tensors(data: Any, what: str) -> TensorData | None:

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offbeat.engines.forkserver import FORK_SERVER, MOST_BYTES
+from offbeat.engines.forkserver import FORK_SERVER, MAX_BYTES
 from offbeat.roles.control import CONTROL_VARIABLE, DATA_VARIABLE
 
 NUM_DESCRIPTORS = 4
@@ -157,7 +157,7 @@ def _receive(line: socket.socket) -> tuple[bytes, list[int]]:
     """A message and its descriptors; an empty one: the engine is gone."""
     try:
         packet, descriptors, _, _ = socket.recv_fds(
-            line, MOST_BYTES, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            line, MAX_BYTES, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
     except ConnectionError:
         return b"", []

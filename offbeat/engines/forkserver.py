@@ -29,15 +29,15 @@ from typing import Any
 
 from offbeat.roles.control import CONTROL_VARIABLE
 
-POSSIBLE = sys.platform == "linux"
+CAN_FORK = sys.platform == "linux"
 """Elsewhere torch loads libraries of the system that do not bear forking."""
 FORK_SERVER = "fork-server"
 """What it is called among the roles, though it is none."""
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Of a message; the system allows less."""
 TITLE_BYTES = 8192
 """Room for the command line of any role: a path has 4096 at most."""
-MOST_STARTS = 2
+MAX_STARTS = 2
 START_TIMEOUT_S = 60.0
 """How long it may take to import everything."""
 ASK_TIMEOUT_S = 10.0
@@ -79,7 +79,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._lose("it is closed")
-        self._num_starts = MOST_STARTS
+        self._num_starts = MAX_STARTS
 
     def _start(self) -> None:
         self._num_starts += 1
@@ -102,14 +102,14 @@ class ForkServer:
             self._lose(f"it cannot be started: {error}")
 
     def _wait_until_ready(self) -> bool:
-        if self._line is None and self._num_starts < MOST_STARTS:
+        if self._line is None and self._num_starts < MAX_STARTS:
             self._start()
         if self._line is not None and not self._is_ready:
             unfit = self._hear(0, START_TIMEOUT_S).get("unfit", "")
             self._is_ready = unfit is None
             if unfit:
                 self._lose(unfit)
-                self._num_starts = MOST_STARTS  # another one would be no different
+                self._num_starts = MAX_STARTS  # another one would be no different
         return self._is_ready
 
     def _ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class ForkServer:
         assert self._line is not None
         self._line.settimeout(timeout_s)
         try:
-            while packet := self._line.recv(MOST_BYTES):
+            while packet := self._line.recv(MAX_BYTES):
                 message: dict[str, Any] = json.loads(packet)
                 if message["number"] == number:
                     return message
@@ -213,7 +213,7 @@ def role_environment() -> dict[str, str]:
 def fork_server(engine: str, given: ForkServer | None = None) -> Iterator[ForkServer | None]:
     """A fork server for as long as the block lasts, if the engine has a use for it; one that is
     `given` is its owner's."""
-    if given is not None or engine != "local" or not POSSIBLE:
+    if given is not None or engine != "local" or not CAN_FORK:
         yield given
         return
     with contextlib.closing(ForkServer()) as server:

@@ -7,7 +7,7 @@ is drawn can also be read, in report.html as in report.md.
 import math
 from dataclasses import dataclass
 
-LIMITS = {"accuracy": (0.0, 1.0)}
+METRIC_LIMITS = {"accuracy": (0.0, 1.0)}
 """What a metric can be at all."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from offbeat.config import DISCIPLINES, INJECTED, discipline_options
+from offbeat.config import DISCIPLINES, FAULT_OPTIONS, discipline_options
 from offbeat.errors import RunDirError
 from offbeat.report.document import short
 from offbeat.report.one_run import counted, shares_of
@@ -28,7 +28,7 @@ NOT_COMPARED = {
 }
 HIGHER_IS_BETTER = {"accuracy": True, "loss": False}
 """Of the metrics that Offbeat itself has."""
-MOST_POINTS = 30
+MAX_POINTS = 30
 """Of a mean curve."""
 
 Setting = tuple[tuple[str, Any], ...]
@@ -213,10 +213,10 @@ class Findings:
 
     def alone(self, group: Group) -> Group | None:
         """The same with one worker, and with nobody slowed down or killed."""
-        key = without(group.setting, "workers", *INJECTED)
+        key = without(group.setting, "workers", *FAULT_OPTIONS)
         for other in self.groups:
-            same = without(other.setting, "workers", *INJECTED) == key
-            held_up = any(other.runs[0].config.get(name) for name in INJECTED)
+            same = without(other.setting, "workers", *FAULT_OPTIONS) == key
+            held_up = any(other.runs[0].config.get(name) for name in FAULT_OPTIONS)
             is_one = dict(other.setting)["workers"] == 1 and not held_up
             if same and other.variant == group.variant and is_one:
                 return other
@@ -332,9 +332,9 @@ def mean_curve(curves: Sequence[Curve]) -> list[Mean]:
         return []
     start, end = max(c[0][1] for c in curves), min(c[-1][1] for c in curves)
     places = sorted({n for curve in curves for _, n, _ in curve if start <= n <= end})
-    if len(places) > MOST_POINTS:
+    if len(places) > MAX_POINTS:
         last = len(places) - 1
-        places = [places[round(i * last / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+        places = [places[round(i * last / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
     means = []
     for n in places:
         times, scores = zip(*(_at(curve, n) for curve in curves), strict=True)

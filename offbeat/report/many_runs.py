@@ -7,9 +7,9 @@ is in groups.py.
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from offbeat.config import INJECTED
+from offbeat.config import FAULT_OPTIONS
 from offbeat.report.document import (
-    LIMITS,
+    METRIC_LIMITS,
     Bar,
     BarPlot,
     Document,
@@ -67,7 +67,7 @@ def _lead(findings: Findings) -> str:
         f"{', '.join(findings.variants) or 'no discipline'} in "
         f"{counted(len(findings.settings), 'setting')}, {counted(len(seeds), 'seed')}."
     )
-    for name in INJECTED:
+    for name in FAULT_OPTIONS:
         (value, *others) = {run.config.get(name) for run in findings.runs}
         if value and not others:
             text += f" All with --{name.replace('_', '-')} {value}."
@@ -207,7 +207,7 @@ def _curves(findings: Findings, *, over: str) -> Section:
                 band = tuple(m.band for m in means) if group.num_seeds > 1 else ()
                 lines.append(Line(group.variant, findings.color(group), points, band))
         if lines:
-            limits = LIMITS.get(findings.goal.metric)
+            limits = METRIC_LIMITS.get(findings.goal.metric)
             plots.append(LinePlot(in_words(setting), x, name, tuple(lines), limits=limits))
     title = f"{name[0].upper()}{name[1:]} over {over}"
     text = (

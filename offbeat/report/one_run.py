@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from offbeat.report.document import (
-    LIMITS,
+    METRIC_LIMITS,
     Document,
     Histogram,
     Line,
@@ -28,7 +28,7 @@ NUM_BINS = 48
 """A curve over many steps is drawn as so many means."""
 WINDOW_STEPS = 12
 """So many steps of a worker are shown one by one."""
-MOST_HISTOGRAM_BINS = 24
+MAX_HISTOGRAM_BINS = 24
 
 
 def describe_run(record: Record) -> Document:
@@ -104,7 +104,7 @@ def _learning(record: Record) -> Section:
         by_time = Line(record.metric, 0, tuple((t, metric) for t, _, metric in curve))
         by_count = Line(record.metric, 0, tuple((float(n), metric) for _, n, metric in curve))
         name = f"test {record.metric}"
-        limits = LIMITS.get(record.metric)
+        limits = METRIC_LIMITS.get(record.metric)
         plots += [
             LinePlot(f"{name} over time", "s of training", name, (by_time,), marks, limits),
             LinePlot(f"{name} over gradients", "gradients", name, (by_count,), limits=limits),
@@ -171,7 +171,7 @@ def histogram(title: str, by_worker: dict[int, Counter[int]]) -> Histogram:
     total = pooled.total() or 1
     most = max(pooled, default=0)
     shown = min(most, 2 * int(staleness_summary(pooled)["p99"] or 0) + 4)
-    width = math.ceil((shown + 1) / MOST_HISTOGRAM_BINS)
+    width = math.ceil((shown + 1) / MAX_HISTOGRAM_BINS)
     starts = range(0, shown + 1, width)
     names = [str(s) if width == 1 else f"{s}-{s + width - 1}" for s in starts]
     if most >= starts[-1] + width:

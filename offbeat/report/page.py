@@ -16,7 +16,7 @@ from offbeat.report.document import (
 )
 from offbeat.report.svg import NUM_COLORS, draw
 
-WHOLE = re.compile(r"(\([^()]{1,32}\)|\S+ ± \S+|\S*-\S*|\d+ (?:work|serv)ers?)")
+UNBROKEN = re.compile(r"(\([^()]{1,32}\)|\S+ ± \S+|\S*-\S*|\d+ (?:work|serv)ers?)")
 """What is not broken where a cell of a table is too long for a line: a number's spread, a name."""
 
 
@@ -89,6 +89,6 @@ def _table(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    parts = [escape(part) for part in WHOLE.split(text)]
+    parts = [escape(part) for part in UNBROKEN.split(text)]
     parts[1::2] = [f"<span>{part}</span>" for part in parts[1::2]]
     return "".join(parts)

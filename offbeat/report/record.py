@@ -21,9 +21,9 @@ from offbeat.errors import ConfigError, RunDirError
 from offbeat.run.events import read_events
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
-LEAST_TOGETHER = 0.1
+MIN_TOGETHER = 0.1
 """Of a run's time all workers must have been at work, for a rate of that time."""
-NEEDED = ("recipe", "discipline", "workers", "servers", "seed")
+REQUIRED_OPTIONS = ("recipe", "discipline", "workers", "servers", "seed")
 
 
 def _floats() -> "array[float]":
@@ -269,7 +269,7 @@ class Record:
         start_s = max((w.start_s[0] for w in workers), default=0.0)
         end_s = min((w.end_s(-1) for w in workers), default=0.0)
         within = sum(start_s < w.end_s(i) <= end_s for w in workers for i in range(w.gradients))
-        if len(workers) < 2 or end_s - start_s < LEAST_TOGETHER * self.train_time_s:
+        if len(workers) < 2 or end_s - start_s < MIN_TOGETHER * self.train_time_s:
             return self.gradients / self.train_time_s if self.train_time_s else None
         return within / (end_s - start_s)
 
@@ -336,7 +336,7 @@ def read_run(path: Path, name: str | None = None) -> Record:
     config = path / "config.json"
     try:
         described = json.loads(config.read_text(encoding="utf-8"))
-        for key in NEEDED:
+        for key in REQUIRED_OPTIONS:
             described["config"][key]
         record = Record(
             name or path.name,

@@ -11,16 +11,16 @@ from typing import Any
 from offbeat.report.document import Section, Table
 from offbeat.report.record import Record
 
-NAMES = {"lr": "learning rate"}
+OPTION_NAMES = {"lr": "learning rate"}
 """What is called otherwise in a report."""
-MOST_VALUES = 3
+MAX_VALUES = 3
 """Of one thing in which runs differ; more are only counted."""
 
 
 def setup_of(record: Record) -> dict[str, str]:
     """What was resolved before the run began, then where and how it was started."""
     found = {
-        NAMES.get(name, name.replace("_", " ")): _in_words(value)
+        OPTION_NAMES.get(name, name.replace("_", " ")): _in_words(value)
         for name, value in record.resolved.items()
         if value is not None
     }
@@ -41,7 +41,7 @@ def describe_setups(title: str, setups: Iterable[Mapping[str, str]]) -> Section:
 
 
 def _of_several(values: list[str]) -> str:
-    return "; ".join(values) if len(values) <= MOST_VALUES else f"{len(values)} different ones"
+    return "; ".join(values) if len(values) <= MAX_VALUES else f"{len(values)} different ones"
 
 
 def _in_words(value: Any) -> str:

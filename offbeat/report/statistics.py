@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEVEL = 0.05
+SIGNIFICANCE_LEVEL = 0.05
 """How often a difference may be named where there is none."""
 
 
@@ -58,7 +58,7 @@ def differ(one: Sample, other: Sample, num_comparisons: int = 1) -> bool:
     freedom = error**2 / math.fsum(
         part**2 / (sample.n - 1) for part, sample in zip(parts, (one, other), strict=True)
     )
-    return two_sided(difference / math.sqrt(error), freedom) < LEVEL / num_comparisons
+    return two_sided(difference / math.sqrt(error), freedom) < SIGNIFICANCE_LEVEL / num_comparisons
 
 
 def best_of(samples: Sequence[Sample], *, most: bool) -> tuple[int, list[int]]:

@@ -14,9 +14,9 @@ from offbeat.transport.base import Listener, Message, ServerEnd
 POLL_S = 0.2
 """How often the door is looked at for whether it is to be closed."""
 HELLO_TIMEOUT_S = 10.0
-MOST_STRANGERS = 64
+MAX_STRANGERS = 64
 """How many may be on their way in at the same time, not yet known to be ours."""
-MOST_REASONS = 100
+MAX_REASONS = 100
 """Why strangers were sent away: more are not told apart."""
 CLOSE_TIMEOUT_S = 10.0
 """How long to wait for each thread of somebody who came in, in the end."""
@@ -67,7 +67,7 @@ class Acceptor:
                 return
             if end is None:
                 continue
-            if len(self._strangers) >= MOST_STRANGERS:
+            if len(self._strangers) >= MAX_STRANGERS:
                 end.close("too many are waiting to be let in")
                 continue
             self._strangers.add(end)
@@ -93,7 +93,7 @@ class Acceptor:
     def _note(self, why: str) -> None:
         """That somebody was sent away: the first time, the tenth, the hundredth, ... since
         strangers must not be able to fill a disk."""
-        if len(self._sent_away) < MOST_REASONS or why in self._sent_away:
+        if len(self._sent_away) < MAX_REASONS or why in self._sent_away:
             self._sent_away[why] += 1
             times = self._sent_away[why]
             if times == 10 ** (len(str(times)) - 1):

@@ -39,7 +39,7 @@ from offbeat.shard import Shard, ShardState
 from offbeat.transport.base import Listener, Message, ServerEnd
 from offbeat.transport.codec import Codec, decoding
 
-MOST_NUMBERS = 1 << 32
+MAX_NUMBERS = 1 << 32
 """Ranks and incarnations that a header has room for."""
 Answer = tuple[Message, Mapping[str, Tensor]]
 
@@ -148,7 +148,7 @@ class Server:
         """Whether the two sides mean the same; if not, the other one is told why and sent away."""
         match hello:
             case {"fingerprint": str(theirs), "worker": int(w), "incarnation": int(i)} if (
-                0 <= w < MOST_NUMBERS and 0 <= i < MOST_NUMBERS
+                0 <= w < MAX_NUMBERS and 0 <= i < MAX_NUMBERS
             ):
                 shards = self._agreement.get("num_shards")
                 same_shards = hello.get("num_shards", shards) == shards

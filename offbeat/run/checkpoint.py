@@ -25,7 +25,7 @@ from offbeat.flat import Manifest
 from offbeat.shard import PER_SEGMENT, ShardState, partition, tensors_in
 
 FORMAT = 2
-READABLE = (1, 2)
+READABLE_FORMATS = (1, 2)
 """Of the first one every gradient up to the last that was in counts as applied."""
 
 
@@ -149,7 +149,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if _sha256(text) != _read(path / "manifest.sha256").decode(errors="replace"):
         raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 is wrong")
     described = json.loads(text)
-    if described["format"] not in READABLE:
+    if described["format"] not in READABLE_FORMATS:
         raise CheckpointError(f"{path} is of format {described['format']}; this reads {FORMAT}")
     contents = {}
     for name, digest in described["files"].items():

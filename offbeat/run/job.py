@@ -50,7 +50,7 @@ from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
 from offbeat.transport.codec import Codec
 
-MOST_MODEL_BYTES = 32_000
+MAX_MODEL_BYTES = 32_000
 """Of a model's description in a handshake."""
 NUM_LOOKED_AT = 2
 """Test examples that say which metric fits."""
@@ -107,7 +107,7 @@ class Job:
             "protocol": PROTOCOL,
             "num_shards": len(self.slices),
             "optimizer": repr(self.optimizer),
-            "model": model if len(json.dumps(model)) < MOST_MODEL_BYTES else None,
+            "model": model if len(json.dumps(model)) < MAX_MODEL_BYTES else None,
             "fingerprint": self.fingerprint,
             **({} if self.codec is None else {"codec": self.codec.label}),
         }

@@ -30,11 +30,11 @@ from offbeat.run.rundir import RunFolder
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-EVERY = 100
+DEFAULT_EVERY = 100
 """What stands in for `eval_every` in a run that is scored at its end only."""
 LOSS_EVERY = 10
 """Steps of rank 0."""
-LEAST_PAUSE_S = 1.0
+MIN_PAUSE_S = 1.0
 """Between two of the master's looks at the servers that are shown."""
 FLUSH_EVERY_S = 5
 MAX_QUEUE = 1000
@@ -133,7 +133,7 @@ class StepSummaries:
 
     def __init__(self, job: Job, file: EventFile) -> None:
         self._file = file
-        self._every = job.config.summary_every or job.config.eval_every or EVERY
+        self._every = job.config.summary_every or job.config.eval_every or DEFAULT_EVERY
         self._num_steps = 0
         self._looked_at: int | None = None
         # Tracing runs a model, so it gets one of its own. It is made now, since that seeds torch's
@@ -217,7 +217,7 @@ class Summaries:
     ) -> None:
         self.job = job
         self._is_on = job.config.tensorboard
-        self._every = job.config.summary_every or job.config.eval_every or EVERY
+        self._every = job.config.summary_every or job.config.eval_every or DEFAULT_EVERY
         self._file = EventFile(folder, log)
         self._clock = clock
         self._num_per_update = job.make_discipline().gradients_per_update
@@ -241,7 +241,7 @@ class Summaries:
         self._newest = (at_s, version, staleness)
         if self._shown is not None:
             shown_s, shown = self._shown
-            if at_s - shown_s < LEAST_PAUSE_S or version // self._every == shown // self._every:
+            if at_s - shown_s < MIN_PAUSE_S or version // self._every == shown // self._every:
                 return
         self._show(*self._newest)
 

@@ -35,13 +35,13 @@ from offbeat.transport.wire import (
 )
 
 TOKEN_VARIABLE = "OFFBEAT_TOKEN"
-LEAST_TOKEN_BYTES = 16
+MIN_TOKEN_BYTES = 16
 CHALLENGE_TIMEOUT_S = 15.0
 """How long a server may take to speak at all. One that closes its door in the same instant may have
 left us connected to nobody: that is not waited for as a welcome is."""
 NONCE_BYTES = MAC_BYTES = 32
 PEER_TIMEOUT_S = 30.0
-MOST_TIMEOUT_S, KEEPALIVE_EVERY_S = 32_000, 5
+MAX_TIMEOUT_S, KEEPALIVE_EVERY_S = 32_000, 5
 RECORD_BYTES = 16384
 """The most that TLS puts into one record."""
 WRONG_TOKEN = "the token is not the one of this server"
@@ -107,7 +107,7 @@ def _load_token(environment: Mapping[str, str], token_file: str | None) -> bytes
         token = environment[TOKEN_VARIABLE].strip()
     else:
         return None
-    if len(token.encode()) < LEAST_TOKEN_BYTES:
+    if len(token.encode()) < MIN_TOKEN_BYTES:
         what = "too short" if token else "missing: it is empty"
         raise ConfigError(
             f"the token in {where} is {what}; offbeat token makes one that cannot be guessed"
@@ -119,7 +119,7 @@ def prepare(sock: socket.socket, terms: Terms) -> None:
     """Set up a TCP socket."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    seconds = int(min(max(1.0, terms.peer_timeout_s), MOST_TIMEOUT_S))
+    seconds = int(min(max(1.0, terms.peer_timeout_s), MAX_TIMEOUT_S))
     for name, value in (
         ("TCP_USER_TIMEOUT", 1000 * seconds),
         ("TCP_KEEPIDLE", seconds),

@@ -49,7 +49,7 @@ from offbeat.transport.wire import (
     FINISH,
     GOODBYE,
     HELLO,
-    MOST_HELLO_BYTES,
+    MAX_HELLO_BYTES,
     PUSH,
     REFUSE,
     REPLY,
@@ -190,7 +190,7 @@ class SocketServerEnd(ServerEnd):
         if frame.type != HELLO:
             raise self._connection.lost(f"a frame of type {frame.type} instead of a hello")
         left_s = max(0.0, deadline_s - time.monotonic())
-        return self._connection.read_json(frame.length, MOST_HELLO_BYTES, within_s=left_s)
+        return self._connection.read_json(frame.length, MAX_HELLO_BYTES, within_s=left_s)
 
     @property
     def reply_slot(self) -> Slot:

@@ -32,8 +32,8 @@ bytes a codec has filled: 76 bytes. Zero is what a type of frame has nothing to 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
 FINISH = 12
 
-MOST_HELLO_BYTES = 1 << 16
-MOST_JSON_BYTES = 1 << 20
+MAX_HELLO_BYTES = 1 << 16
+MAX_JSON_BYTES = 1 << 20
 STALL_TIMEOUT_S = 60.0
 """How long a peer may take to go on in the middle of a frame before it counts as gone."""
 CHUNK_BYTES = 1 << 20
@@ -288,7 +288,7 @@ class Connection:
                         raise self._lost(TimeoutError("the other end stopped in mid-frame"))
 
     def read_json(
-        self, length: int, most_bytes: int = MOST_JSON_BYTES, within_s: float = math.inf
+        self, length: int, most_bytes: int = MAX_JSON_BYTES, within_s: float = math.inf
     ) -> Message:
         """A body of JSON; one that is too long is not read at all."""
         if length > most_bytes:

@@ -29,10 +29,10 @@ def test_exchanges_are_timed_over_every_transport(
 
 
 def test_an_update_that_was_lost_on_the_way_is_noticed() -> None:
-    with exchange._joined("inproc", 0.01) as pair:
+    with exchange.joined("inproc", 0.01) as pair:
         pair.time_round()
         pair.check()
-        pair._num_done += 1
+        pair.num_done += 1
         with pytest.raises(RunError, match="not what the exchanges should have made"):
             pair.check()
 
@@ -61,9 +61,9 @@ def test_training_is_compared_with_the_ceiling_and_ddp(
 def test_a_rate_is_that_of_the_time_in_which_all_workers_were_at_work() -> None:
     early = [0.1 * step for step in range(1, 101)]  # 10 a second, until 10.0
     late = [5.0 + 0.5 * step for step in range(1, 21)]  # 2 a second; warm at 6.5
-    assert train._rate([early, late]) == pytest.approx(12, rel=0.05)
+    assert train.rate([early, late]) == pytest.approx(12, rel=0.05)
     with pytest.raises(RunError, match="give more --seconds"):
-        train._rate([early, [11.0, 12.0]])
+        train.rate([early, [11.0, 12.0]])
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_networks_are_timed_side_by_side(
         times = zip(row["there and back, ms"]["rounds"], ours, strict=True)
         assert row["times tcp's"]["rounds"] == pytest.approx([a / b for a, b in times])
     with pytest.raises(RunError, match="did not bring"):
-        network._check("tcp", torch.ones(2), network.ANSWER)
+        network.check("tcp", torch.ones(2), network.ANSWER)

@@ -26,7 +26,7 @@ from offbeat.cli import commands, main, roles
 from offbeat.cluster.bootstrap import Bootstrap
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.hosts import TF_VARIABLE, Hosts
-from offbeat.cluster.remote import SMALL, CallSink, ServersSource
+from offbeat.cluster.remote import NO_PAYLOAD, CallSink, ServersSource
 from offbeat.config import make_config
 from offbeat.engines.cluster import CollectingEnd, MasterNetwork
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
@@ -66,11 +66,11 @@ def configure(made: Cluster, epoch: int = 0, **options: Any) -> tuple[Bootstrap,
 
 
 def load(server: Bootstrap, settled: dict[int, tuple[int, int]]) -> None:
-    assert server._run is not None
-    job = server._run.job
+    assert server.serving is not None
+    job = server.serving.job
     accounts = {worker: Account(*at) for worker, at in settled.items()}
     state = dataclasses.replace(job.initial_state(0, job.make_model()), accounts=accounts)
-    server._run.server.load(state)
+    server.serving.server.load(state)
 
 
 # -- events, on their way to the master ------------------------------------------------------------
@@ -158,10 +158,13 @@ def test_events_that_could_not_be_sent_are_sent_later(monkeypatch: pytest.Monkey
 def test_a_server_stays_until_the_master_lets_it_go(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=1) as made:
         server, _ = configure(made)
-        with contextlib.closing(connect_for_calls(made.hosts.addresses[0], {}, SMALL, T)) as end:
+        with contextlib.closing(
+            connect_for_calls(made.hosts.addresses[0], {}, NO_PAYLOAD, T)
+        ) as end:
             end.call({"ask": "finish", "reason": "the run is finished"}, {}, T)
             wait_until(
-                lambda: server._run is not None and server._run.server.is_stopping, "it is over"
+                lambda: server.serving is not None and server.serving.server.is_stopping,
+                "it is over",
             )
             status, _ = end.call({"ask": "status"}, {}, T)
             assert status["present"] == [] and made.servers[0].thread.is_alive()
@@ -190,7 +193,7 @@ def test_a_server_does_not_outlive_its_master_for_long(tmp_path: Path) -> None:
         server.answer({"ask": "failed", "line": "nan"}, {})
         own = {**message["config"], "keep": 7, "checkpoint_every": 3}
         server.answer({**message, "life": "m", "config": own}, {})  # another master took over
-        assert server._failures == [], "those were told to the former one"
+        assert server.failures == [], "those were told to the former one"
         with pytest.raises(ConnectionClosedError, match="nothing was heard of the master"):
             made.servers[0].wait()
 
@@ -214,7 +217,7 @@ def test_who_comes_back_or_joins_after_a_restart_is_somebody_new(tmp_path: Path)
 
 def test_a_master_without_servers_gives_up(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=1) as made:
-        for listener in made._listeners:
+        for listener in made.listeners:
             listener.close()
         made.start_timeout_s = 0.3
         with pytest.raises(OffbeatError, match="nobody answers"):
@@ -230,20 +233,20 @@ def test_a_worker_says_whom_it_waits_for(tmp_path: Path) -> None:
 
 def test_a_worker_says_that_another_server_than_the_first_is_missing(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=2, workers=2) as made:
-        made._listeners[1].close()
-        made.servers = [made._serve(0, made._listeners[0])]
+        made.listeners[1].close()
+        made.servers = [made.serve(0, made.listeners[0])]
         wait_until(lambda: 0 in made.bootstraps, "it is there")
-        made._listeners[1:] = []
+        made.listeners[1:] = []
         master = made.start_master()
-        wait_until(lambda: made.bootstraps[0]._run is not None, "the run is known")
+        wait_until(lambda: made.bootstraps[0].serving is not None, "the run is known")
         server = made.bootstraps[0]
-        assert server._run is not None
+        assert server.serving is not None
         load(server, {})
         worker = made.start_worker(1)
         where = made.hosts.ps[1]
         wait_until(lambda: f"waiting for server 1 at {where}" in worker.lines, "it says so")
-        made._listeners.append(made._listen(f"tcp:{where}"))
-        made.servers.append(made._serve(1, made._listeners[1]))
+        made.listeners.append(made.listen(f"tcp:{where}"))
+        made.servers.append(made.serve(1, made.listeners[1]))
         finish(made, master)
         assert "server 1 is here" in worker.lines
 
@@ -350,7 +353,7 @@ def test_a_loss_that_is_no_number_is_told_to_the_master(
         monkeypatch.setattr(worker.Worker, "run", fail)
         with pytest.raises(NonFiniteLossError):
             made.start_worker(1).wait()
-        assert len(server._failures) == 1 and "became nan" in server._failures[0]
+        assert len(server.failures) == 1 and "became nan" in server.failures[0]
 
 
 # -- the evaluator ---------------------------------------------------------------------------------
@@ -648,7 +651,7 @@ def test_servers_that_do_not_fit_together_are_told(
 
 def test_who_is_stopped_while_waiting_was_interrupted() -> None:
     def wait() -> None:
-        with roles._console("x") as (_, stop):
+        with roles.console("x") as (_, stop):
             stop.set()
             raise ConnectionClosedError("nobody came")
 

@@ -101,7 +101,7 @@ def test_with_token_and_tls_and_the_token_is_nowhere(tmp_path: Path) -> None:
 
 def test_whoever_comes_early_waits_and_says_for_whom(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=2, workers=2, recipe="toy:short") as made:
-        for listener in made._listeners:
+        for listener in made.listeners:
             listener.close()  # nobody is there yet
         worker, evaluator = made.start_worker(1), made.start_evaluator()
         master = made.start_master()
@@ -109,7 +109,7 @@ def test_whoever_comes_early_waits_and_says_for_whom(tmp_path: Path) -> None:
         for role in (worker, evaluator):
             wait_until(lambda role=role: role.lines, "it says that it waits")  # type: ignore[misc]
             assert role.lines == [f"waiting for server 0 at {where}"]
-        made._listeners = [made._listen(f"tcp:{address}") for address in made.hosts.ps]
+        made.listeners = [made.listen(f"tcp:{address}") for address in made.hosts.ps]
         made.start_servers()
         assert finish(made, master).summary["gradients"] == 2 * 5 * 12
 
@@ -374,7 +374,7 @@ def test_a_run_under_way_is_not_changed_by_its_master(tmp_path: Path) -> None:
         run = json.loads((made.run_dir / "cluster.json").read_text())["run"]
         message = {**made.servers_message(), "run": run, "life": "another"}
         message["config"] = {**message["config"], "epochs": 70}
-        end = connect_for_calls(made.hosts.addresses[0], {}, remote.SMALL, T)
+        end = connect_for_calls(made.hosts.addresses[0], {}, remote.NO_PAYLOAD, T)
         with pytest.raises(ConnectionClosedError, match="with epochs 60 instead of 70"):
             end.call(message, {}, T)
         end.close()
@@ -408,7 +408,7 @@ def test_nonsense_in_a_call_is_its_senders_affair(tmp_path: Path) -> None:
             {"ask": "configure"},
             {},
         ):
-            end = connect_for_calls(made.hosts.addresses[0], {}, remote.SMALL, T)
+            end = connect_for_calls(made.hosts.addresses[0], {}, remote.NO_PAYLOAD, T)
             with pytest.raises(ConnectionClosedError):
                 end.call(message, {}, T)
             end.close()
@@ -433,12 +433,12 @@ def test_an_evaluator_scores_each_checkpoint_once_and_the_last(tmp_path: Path) -
 
 def test_check_tells_who_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with cluster(tmp_path, servers=2, workers=2, epochs=60, terms=Terms(token=TOKEN)) as made:
-        made.servers = [made._serve(0, made._listeners[0])]
+        made.servers = [made.serve(0, made.listeners[0])]
         assert not check(made.hosts, made.terms)
         out = capsys.readouterr().out
         assert "ps 0" in out and "waiting for the master" in out
         assert "ps 1" in out and "not reachable" in out
-        made.servers.append(made._serve(1, made._listeners[1]))
+        made.servers.append(made.serve(1, made.listeners[1]))
         assert check(made.hosts, made.terms), "nobody is missing"
         made.start_worker(1)
         master = made.start_master()
@@ -458,7 +458,7 @@ def text(found: dict[str, torch.Tensor]) -> bytes:
 
 
 def test_events_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "MOST_KEPT_BYTES", 30)
+    monkeypatch.setattr(relaying, "MAX_KEPT_BYTES", 30)
     monkeypatch.setattr(relaying, "EVENT_BYTES", 12)
     relay = Relay()
     for number in range(4):

@@ -111,7 +111,7 @@ class Net:
         self.run_dir = self.hosts["master"].folder / "run"
         self.recipes = folder / "recipes.py"
         self.recipes.write_text(RECIPE_FILE)
-        self._token = secrets.token_urlsafe(32)
+        self.token = secrets.token_urlsafe(32)
         self.serve_port = PORT
         """Where servers listen; others come to PORT."""
 
@@ -145,7 +145,7 @@ class Net:
             command += ["--device", "cpu"]
         if role == "worker":
             command += ["--threads", "1"]
-        return host.start(*command, *flags, OFFBEAT_TOKEN=self._token)
+        return host.start(*command, *flags, OFFBEAT_TOKEN=self.token)
 
     def start(self, *flags: str, recipe: str = "recipe") -> None:
         for name in self.hosts:
@@ -235,9 +235,9 @@ def test_each_discipline_trains_on_hosts_of_their_own(discipline: str, net: Net)
     for name, host in net.hosts.items():
         made = {path.name for path in host.folder.iterdir()} - {"out.txt", "cluster.toml"}
         assert made == ({"run"} if name == "master" else set()), "the run's folder is the master's"
-        assert net._token not in host.text()
+        assert net.token not in host.text()
     for path in net.run_dir.rglob("*"):
-        assert path.is_dir() or net._token.encode() not in path.read_bytes()
+        assert path.is_dir() or net.token.encode() not in path.read_bytes()
 
 
 @pytest.mark.parametrize("discipline", ["sync", "apply-reply"])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from offbeat import load_dataset
 from offbeat.data import files
-from offbeat.data.batches import Share, _leaves, batch_length, make_source
+from offbeat.data.batches import Share, batch_length, leaves, make_source
 from offbeat.data.shared import open_shared
 from offbeat.data.shared import share as share_data
 from offbeat.errors import DataError
@@ -259,7 +259,7 @@ def test_shared_data_is_the_same_data_in_one_memory(data: Any) -> None:
     mine, theirs = list(first["train"].in_order(2)), list(original.in_order(2))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     for tensor, other in zip(
-        _leaves(first["train"].tensors), _leaves(second["train"].tensors), strict=True
+        leaves(first["train"].tensors), leaves(second["train"].tensors), strict=True
     ):
         tensor.fill_(1)
         assert bool((other == 1).all()), "what one process writes, the other sees"

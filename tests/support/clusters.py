@@ -13,7 +13,7 @@ from offbeat.api import Result, train_config
 from offbeat.cluster.bootstrap import Bootstrap
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.hosts import Hosts
-from offbeat.cluster.remote import SMALL, run_evaluator, run_worker
+from offbeat.cluster.remote import NO_PAYLOAD, run_evaluator, run_worker
 from offbeat.config import make_config
 from offbeat.run.events import read_events
 from offbeat.transport.security import OPEN, Terms
@@ -58,9 +58,9 @@ class Cluster:
         self.terms = terms
         self.options = {"recipe": "toy:recipe", "threads": 1, "quiet": True, **options}
         self.start_timeout_s = START_TIMEOUT_S
-        self._listeners = [self._listen("tcp:127.0.0.1:0") for _ in range(servers)]
+        self.listeners = [self.listen("tcp:127.0.0.1:0") for _ in range(servers)]
         self.hosts = Hosts(
-            ps=tuple(listener.address[4:] for listener in self._listeners),
+            ps=tuple(listener.address[4:] for listener in self.listeners),
             worker=tuple(f"nowhere:{n + 1}" for n in range(workers - 1)),
             master="nowhere:1",
         )
@@ -68,8 +68,8 @@ class Cluster:
         self.servers: list[Role] = []
         self.roles: list[Role] = []
 
-    def _listen(self, address: str) -> SocketListener:
-        return SocketListener(address, SMALL, self.terms)
+    def listen(self, address: str) -> SocketListener:
+        return SocketListener(address, NO_PAYLOAD, self.terms)
 
     def _role(self, name: str, body: Callable[[Role], Any]) -> Role:
         role = Role(name, body)
@@ -78,15 +78,15 @@ class Cluster:
 
     def start_servers(self) -> None:
         self.servers = [
-            self._serve(index, listener) for index, listener in enumerate(self._listeners)
+            self.serve(index, listener) for index, listener in enumerate(self.listeners)
         ]
 
     def restart_server(self, index: int) -> None:
         self.servers[index].stop.set()
         self.servers[index].wait()
-        self.servers[index] = self._serve(index, self._listen(f"tcp:{self.hosts.ps[index]}"))
+        self.servers[index] = self.serve(index, self.listen(f"tcp:{self.hosts.ps[index]}"))
 
-    def _serve(self, index: int, listener: SocketListener) -> Role:
+    def serve(self, index: int, listener: SocketListener) -> Role:
         def body(role: Role) -> None:
             self.bootstraps[index] = Bootstrap(
                 listener,
@@ -153,7 +153,7 @@ class Cluster:
 
     def servers_message(self, index: int = 0) -> dict[str, Any]:
         """What the master told a server."""
-        run = self.bootstraps[index]._run
+        run = self.bootstraps[index].serving
         assert run is not None
         return run.told.message()
 
@@ -174,7 +174,7 @@ class Cluster:
             role.stop.set()
         for role in self.roles:
             role.thread.join(60)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.close()
 
 

@@ -203,7 +203,7 @@ def test_a_stranger_that_drips_is_sent_away(kind: int, monkeypatch: pytest.Monke
 
 
 def test_of_strangers_there_are_never_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 3)
     with a_server(Terms(token=TOKEN)) as (listener, hellos), contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(Stranger(listener)) for _ in range(3)]
         for stranger in waiting:

@@ -322,7 +322,7 @@ def test_a_name_of_which_one_address_is_not_loopback(monkeypatch: pytest.MonkeyP
 def test_where_to_listen_may_be_said_with_a_port_or_without(
     bind: str, found: tuple[str, int]
 ) -> None:
-    assert roles._split_bind(bind, 7) == found
+    assert roles.split_bind(bind, 7) == found
 
 
 def test_an_infinite_timeout_fits_into_a_socket() -> None:
@@ -391,7 +391,7 @@ def test_who_waits_for_a_server_says_so_once_and_when_it_is_there() -> None:
 def test_a_closed_terminal_ends_a_role_unless_nohup(ignored: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        with roles._console("x") as (_, stop):
+        with roles.console("x") as (_, stop):
             assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == ignored
             if not ignored:
                 signal.raise_signal(signal.SIGHUP)
@@ -406,7 +406,7 @@ def test_a_closed_terminal_ends_a_role_unless_nohup(ignored: bool) -> None:
 def test_a_closed_terminal_ends_a_run_unless_nohup(ignored: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        with commands._signals_as_ctrl_c():
+        with commands.signals_as_ctrl_c():
             assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == ignored
             if not ignored:
                 with pytest.raises(KeyboardInterrupt):
