@@ -187,7 +187,7 @@ class FlatModel:
     """A module whose trainable parameters live in, or are cast from, one flat float32 vector.
 
     `params` belongs to this object, and may be written by a server's reply while the worker waits
-    for it; `loaded()` must be called after that. One thread uses a FlatModel at a time.
+    for it; `refresh()` must be called after that. One thread uses a FlatModel at a time.
     """
 
     def __init__(self, module: nn.Module, manifest: Manifest | None = None) -> None:
@@ -202,7 +202,7 @@ class FlatModel:
         with torch.no_grad():
             for view, parameter in zip(self._views, self.parameters, strict=True):
                 view.copy_(parameter)
-        self.loaded()
+        self.refresh()
 
     def move(self, device: torch.device) -> None:
         """From now on module and parameters live on `device`."""
@@ -213,9 +213,9 @@ class FlatModel:
         """From now on the parameters live in `params`, which a server writes its replies to."""
         self.params = params
         self._views = [spec.view(params) for spec in self.manifest.tensors]
-        self.loaded()
+        self.refresh()
 
-    def loaded(self) -> list[str]:
+    def refresh(self) -> list[str]:
         """Make the module's parameters show what `params` holds now.
 
         Returns the names of parameters that had been given other memory since the last time (by

@@ -9,7 +9,7 @@ them there, and gradients back.
     parts = towers.deal(batch)              # each tower's part of it, on its device
     loss = towers.compute(recipe.loss, parts)
     towers.take_gradient([slot.values])     # the mean over all examples
-    towers.loaded()                         # the servers' replies have arrived in `landing`
+    towers.refresh()                         # the servers' replies have arrived in `landing`
 """
 
 import contextlib
@@ -113,15 +113,15 @@ class Towers:
         if self._is_plain:
             self.model.adopt(landing)
 
-    def loaded(self) -> list[str]:
+    def refresh(self) -> list[str]:
         """Make every model show what has arrived; returns the names of parameters that had been
         given other memory, and were put back."""
         if self._is_plain:
-            return self.model.loaded()
+            return self.model.refresh()
         for model in self.models:
             self._staging.upload(self.landing, model.params)
         self._staging.ready()
-        return [name for model in self.models for name in model.loaded()]
+        return [name for model in self.models for name in model.refresh()]
 
     def read_buffers(self, floats: Tensor, ints: Tensor) -> None:
         for model in self.models:

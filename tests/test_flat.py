@@ -108,7 +108,7 @@ def test_bf16_parameters_are_cast_from_float32_and_their_gradients_to_it() -> No
     flat = FlatModel(module)
     assert flat.params.dtype == torch.float32
     flat.params.fill_(1 / 3)
-    assert flat.loaded() == []
+    assert flat.refresh() == []
     assert module[0].weight[0, 0].item() == pytest.approx(1 / 3, abs=1e-7)
     assert module[1].weight.dtype == torch.bfloat16
     assert module[1].weight[0, 0] == torch.tensor(1 / 3).bfloat16()
@@ -171,11 +171,11 @@ def test_views_that_were_broken_are_put_back_and_named(disturb: str) -> None:
         module.weight.data = torch.zeros(2, 2)
     else:
         module.bias.data = module.bias.data.clone()
-    moved = flat.loaded()
+    moved = flat.refresh()
     assert moved and set(moved) <= {"weight", "bias"}
     flat.params.fill_(3)
     assert bool((module.weight == 3).all()) and module.weight.dtype == torch.float32
-    assert flat.loaded() == []
+    assert flat.refresh() == []
 
 
 def test_zero_grad_of_either_kind_does_no_harm() -> None:

@@ -150,7 +150,7 @@ def test_parameters_are_there_when_models_show_them(dtype: torch.dtype, staging:
     job = toy_job(toy_recipe(model=lambda: toy_model().to(dtype)))
     many = Towers([job.make_model() for _ in range(2)], [CPU, CPU])
     many.landing.fill_(0.5)
-    assert many.loaded() == []
+    assert many.refresh() == []
     for model in many.models:
         assert all(bool((p == 0.5).all()) for p in model.parameters)
 
@@ -167,7 +167,7 @@ def test_one_tower_on_the_cpu_computes_in_the_slots_themselves() -> None:
     reply, gradient = torch.full_like(alone.landing, 0.5), torch.empty_like(alone.landing)
     alone.adopt(reply)
     reply.fill_(0.25)
-    alone.loaded()
+    alone.refresh()
     first = alone.model.parameters[0]
     assert first.data_ptr() == reply.data_ptr() and bool((first == 0.25).all())
     alone.compute(job.recipe.loss, alone.deal((torch.randn(2, 6), torch.tensor([0, 1]))))

@@ -202,7 +202,7 @@ class Worker:
 
     def _take_in(self) -> None:
         """Let the model show what the servers sent."""
-        moved = self.towers.loaded()
+        moved = self.towers.refresh()
         if moved:
             self.log.warning("put back into place: %s", ", ".join(moved))
         self.towers.read_buffers(*self._exchange.buffers)
