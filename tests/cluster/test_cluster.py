@@ -442,7 +442,10 @@ def test_check_tells_who_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert check(made.hosts, made.terms), "nobody is missing"
         made.start_worker(1)
         master = made.start_master()
-        wait_until(lambda: made.run_dir.exists() and made.num_updates() > 10, "it is under way")
+        wait_until(
+            lambda: made.run_dir.exists() and {rank for _, rank, _ in made.applied()} == {0, 1},
+            "both are at work",
+        )
         capsys.readouterr()
         assert check(made.hosts, made.terms)
         out = capsys.readouterr().out
