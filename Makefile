@@ -4,6 +4,8 @@
 # make setup   only the virtual environment; make clean removes it
 
 PYTHON ?= python3
+# so many tests at a time
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -23,10 +25,10 @@ train: $(READY)
 	@$(BIN)/offbeat train $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest -m 'not slow' $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup -m 'not slow' $(ARGS)
 
 test-all: $(READY)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
