@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import ModelError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised with every change of what travels between worker and server."""
 COMPILED = "_orig_mod"
 """What `torch.compile` calls the module that it wraps."""

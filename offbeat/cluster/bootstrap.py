@@ -27,9 +27,10 @@ from offbeat.roles.calls import (
     About,
     AskConfig,
     AskStatus,
-    Brought,
     Call,
     Configure,
+    Events,
+    FetchEvents,
     Finish,
     Leave,
     Newest,
@@ -222,6 +223,8 @@ class Bootstrap:
                 if not SOURCES.fullmatch(name):
                     raise ConnectionClosedError(f"nobody here is called {name!r}", refused=True)
                 self._relay.add(name, lines.numpy().tobytes(), source, before)
+            case FetchEvents(got):
+                return self._events(got)
             case Release():
                 self._released.set()
             case Leave(who):
@@ -239,12 +242,15 @@ class Bootstrap:
         match call:
             case Newest(_, str(who)) if not answer["over"]:
                 self._evaluators.add(who)
-            case AskStatus(got) | Finish(_, got):
+            case AskStatus() | Finish():
                 self._master_heard_s = self._now()
-                self.serving.records.flush()
-                number, lines = self._relay.take(got)
-                return Brought(number, lines, self.failures).add_to(answer)
         return answer, tensors
+
+    def _events(self, got: list[Any] | None) -> tuple[Message, Mapping[str, Tensor]]:
+        if self.serving is not None:
+            self.serving.records.flush()
+        events = Events(*self._relay.take(got), self.failures)
+        return events.message(), events.lines
 
     def _about(self) -> Message:
         run = self.serving

@@ -23,7 +23,7 @@ from offbeat.engines.threads import ThreadEngine
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.flat import FlatModel
 from offbeat.recipes.base import metric_name
-from offbeat.roles.calls import AskStatus, Brought, Configure, Finish, Release, is_a
+from offbeat.roles.calls import AskStatus, Configure, Events, FetchEvents, Finish, Release, is_a
 from offbeat.roles.context import Context
 from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
 from offbeat.run.events import free_path
@@ -181,26 +181,27 @@ class MasterNetwork(SocketNetwork):
         state = {"run": self._run, "epochs": self._epochs, "got": self._got}
         self._folder.write_json(self._folder.cluster, state)
 
-    def _collect(self, brought: Brought) -> None:
+    def _collect(self, events: Events) -> None:
         """Keep lines of events in the run's folder, each source's in a file of its own."""
-        for name, lines in brought.lines.items():
+        for name, lines in events.lines.items():
             if not SOURCES.fullmatch(name):
                 raise ConnectionClosedError(f"a server has events of {name!r}")
             if name not in self._files:
                 self._files[name] = free_path(self._folder.events, name)
             with self._files[name].open("ab") as file:
                 file.write(lines.numpy().tobytes())
-        for line in brought.failures:
+        for line in events.failures:
             self.failed(line)
 
 
 class CollectingEnd(CallEnd):
-    """A connection for calls whose answers bring along what servers have for the run's folder."""
+    """A connection for calls over which what a server has for the run's folder is fetched, as often
+    as somebody looks at it."""
 
     def __init__(
         self,
         end: CallEnd,
-        collect: Callable[[Brought], None],
+        collect: Callable[[Events], None],
         got: list[Any],
         remember: Callable[[], None],
     ) -> None:
@@ -214,33 +215,33 @@ class CollectingEnd(CallEnd):
     def call(
         self, message: Message, tensors: Mapping[str, Tensor], timeout_s: float
     ) -> tuple[Message, dict[str, Tensor]]:
-        answer, found = self._end.call({**message, "got": self._got}, tensors, timeout_s)
-        self._keep(answer, found)
-        if is_a(Finish, message):
+        answer = self._end.call(message, tensors, timeout_s)
+        if is_a(AskStatus, message):
+            self._fetch(timeout_s)
+        elif is_a(Finish, message):
             self._drain(timeout_s)
-        return answer, found
+        return answer
 
     def _drain(self, timeout_s: float) -> None:
         """The workers were told that the run is over: collect what they still have to tell."""
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s:
-            status, found = self._end.call(AskStatus(self._got).message(), {}, timeout_s)
-            if not self._keep(status, found) and not status["present"]:
+            status, _ = self._end.call(AskStatus().message(), {}, timeout_s)
+            if not self._fetch(timeout_s) and not status["present"]:
                 break
             threading.Event().wait(POLL_S / 2)
         self._end.call(Release().message(), {}, timeout_s)
 
-    def _keep(self, answer: Message, found: dict[str, Tensor]) -> bool:
-        """Keep what an answer brings, unless it is here already; whether there were any lines."""
-        brought = Brought.take_from(answer, found)
-        if brought is None:
-            return False
-        is_new = brought.number != self._got
-        self._collect(brought if is_new else dataclasses.replace(brought, lines={}))
-        self._got[:] = brought.number
-        if is_new and brought.lines:
+    def _fetch(self, timeout_s: float) -> bool:
+        """Keep what there is, unless it is here already; whether there were any lines."""
+        answer = self._end.call(FetchEvents(self._got).message(), {}, timeout_s)
+        events = Events.read(*answer)
+        is_new = events.number != self._got
+        self._collect(events if is_new else dataclasses.replace(events, lines={}))
+        self._got[:] = events.number
+        if is_new and events.lines:
             self._remember()
-        return bool(brought.lines)
+        return bool(events.lines)
 
     def close(self) -> None:
         self._end.close()

@@ -21,8 +21,6 @@ from offbeat.shard import ShardState
 from offbeat.transport.base import Message
 
 Tensors = Mapping[str, Tensor]
-EVENTS = "events/"
-"""What the names of tensors begin with that are lines of events, before the name of their file."""
 
 
 class Call:
@@ -47,10 +45,9 @@ class Call:
 
 @dataclass(frozen=True)
 class AskStatus(Call):
-    """How is the server? `got`: what of a server's events is there already (see Brought)."""
+    """How is the server?"""
 
     ask = "status"
-    got: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,11 +100,10 @@ class LeaveOut(Call):
 
 @dataclass(frozen=True)
 class Finish(Call):
-    """The run is over; `got` as in AskStatus."""
+    """The run is over."""
 
     ask = "finish"
     reason: str
-    got: list[Any] | None = None
 
 
 # -- by an evaluator -------------------------------------------------------------------------------
@@ -180,6 +176,15 @@ class SendEvents(Call):
 
 
 @dataclass(frozen=True)
+class FetchEvents(Call):
+    """What lines are there for the run's folder? Asked by the master. `got`: the number of the last
+    answer that it has; what that one brought it is not given again."""
+
+    ask = "fetch_events"
+    got: list[Any] | None = None
+
+
+@dataclass(frozen=True)
 class Release(Call):
     """The master has all that there is to have."""
 
@@ -249,27 +254,21 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What comes along with an answer to AskStatus and Finish from a server that was started by
-    hand: lines of events for the run's folder, so that they cost no calls of their own. `number`
-    tells an answer that comes again; what the master has it says as `got`."""
+class Events:
+    """The answer to FetchEvents. `number` tells one that comes again."""
 
     number: list[Any]
-    lines: dict[str, Tensor]
+    lines: Tensors
     """By the name of the file that they belong to."""
     failures: list[str]
+    """What workers have told of theirs."""
 
-    def add_to(self, answer: Message) -> tuple[Message, Tensors]:
-        message = {**answer, "relay": self.number, "failures": self.failures}
-        return message, {EVENTS + name: lines for name, lines in self.lines.items()}
+    def message(self) -> Message:
+        return {"number": self.number, "failures": self.failures}
 
     @classmethod
-    def take_from(cls, answer: Message, tensors: dict[str, Tensor]) -> "Brought | None":
-        """None: this answer brings nothing. Leaves the rest of it in its place."""
-        names = [key for key in tensors if key.startswith(EVENTS)]
-        lines = {key.removeprefix(EVENTS): tensors.pop(key) for key in names}
-        number, failures = answer.pop("relay", None), answer.pop("failures", [])
-        return None if number is None else cls(number, lines, [str(line) for line in failures])
+    def read(cls, message: Message, tensors: Tensors) -> "Events":
+        return cls(message["number"], tensors, [str(line) for line in message["failures"]])
 
 
 def describe_state(state: ShardState) -> Message:

@@ -31,7 +31,7 @@ from offbeat.config import make_config
 from offbeat.engines.cluster import CollectingEnd, MasterNetwork
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
 from offbeat.roles import evaluator, worker
-from offbeat.roles.calls import Brought, Call, Status
+from offbeat.roles.calls import Call, Events, Status
 from offbeat.roles.control import CONTROL_VARIABLE
 from offbeat.roles.evaluator import Evaluator, FolderSource
 from offbeat.roles.master import Patience
@@ -92,30 +92,37 @@ class Scripted(CallEnd):
 
 
 def lines(text: str) -> dict[str, torch.Tensor]:
-    return {"events/worker-1": torch.tensor(list(text.encode()), dtype=torch.uint8)}
+    return {"worker-1": torch.tensor(list(text.encode()), dtype=torch.uint8)}
 
 
 def test_the_master_collects_until_there_is_no_more_and_takes_nothing_twice() -> None:
+    def fetched(number: int, text: str = "") -> tuple[Any, Any]:
+        return {"number": ["s", number], "failures": []}, lines(text) if text else {}
+
     end = Scripted(
-        ({"relay": ["s", 1]}, {}),
-        ({"relay": ["s", 2], "present": [1]}, lines("a\n")),
-        ({"relay": ["s", 2], "present": [1]}, lines("a\n")),  # again: the answer was lost
-        ({"relay": ["s", 3], "present": []}, lines("b\n")),
-        ({"relay": ["s", 4], "present": []}, {}),
+        ({}, {}),
+        ({"present": [1]}, {}),
+        fetched(2, "a\n"),
+        ({"present": [1]}, {}),
+        fetched(2, "a\n"),  # again: the answer was lost
+        ({"present": []}, {}),
+        fetched(3, "b\n"),
+        ({"present": []}, {}),
+        fetched(4),
     )
     kept: list[bytes] = []
     remembered: list[list[Any]] = []
     got: list[Any] = []
     collecting = CollectingEnd(
         end,
-        lambda brought: kept.extend(bytes(t.tolist()) for t in brought.lines.values()),
+        lambda events: kept.extend(bytes(t.tolist()) for t in events.lines.values()),
         got,
         lambda: remembered.append(list(got)),
     )
     collecting.call({"ask": "finish", "reason": ""}, {}, T)
     assert kept == [b"a\n", b"b\n"]
     assert remembered == [["s", 2], ["s", 3]]
-    assert end.asked == ["finish", *["status"] * 4, "release"]
+    assert end.asked == ["finish", *["status", "fetch_events"] * 4, "release"]
 
 
 def test_events_of_an_odd_name_are_neither_taken_nor_written(tmp_path: Path) -> None:
@@ -127,7 +134,7 @@ def test_events_of_an_odd_name_are_neither_taken_nor_written(tmp_path: Path) -> 
     network = MasterNetwork.__new__(MasterNetwork)
     network._files, network._folder = {}, RunFolder(tmp_path)
     with pytest.raises(ConnectionClosedError, match="events of"):
-        network._collect(Brought([], {"../../x": torch.zeros(1, dtype=torch.uint8)}, []))
+        network._collect(Events([], {"../../x": torch.zeros(1, dtype=torch.uint8)}, []))
 
 
 def test_events_that_could_not_be_sent_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:

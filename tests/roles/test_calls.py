@@ -12,18 +12,19 @@ import offbeat
 from offbeat.accounts import Account
 from offbeat.errors import ConnectionClosedError
 from offbeat.roles import calls
-from offbeat.roles.calls import Brought, Call, Load, SendEvents, Status, read_call
+from offbeat.roles.calls import Call, Events, Load, SendEvents, Status, read_call
 from offbeat.shard import ShardState
 
 MESSAGES: list[dict[str, Any]] = [
     {"ask": "status"},
-    {"ask": "status", "got": ["s", 3]},
+    {"ask": "status"},
+    {"ask": "fetch_events", "got": ["s", 3]},
     {"ask": "want", "version": 7},
     {"ask": "take"},
     {"ask": "drain"},
     {"ask": "leave_out", "workers": [1, 2]},
     {"ask": "finish", "reason": "the run is finished"},
-    {"ask": "finish", "reason": "over", "got": []},
+    {"ask": "finish", "reason": "over"},
     {"ask": "newest", "after": -1},
     {"ask": "newest", "after": 8, "who": "e"},
     {"ask": "about"},
@@ -95,14 +96,10 @@ def test_a_status_comes_back_as_it_was() -> None:
     assert Status.read(message) == status
 
 
-def test_what_an_answer_brings_is_taken_out_of_it() -> None:
-    lines = torch.tensor([1], dtype=torch.uint8)
-    brought = Brought(["s", 1], {"worker-1": lines}, ["nan"])
-    answer, tensors = brought.add_to({"version": 5})
-    found = {**tensors, "params": lines}
-    assert Brought.take_from(answer, found) == brought
-    assert (answer, list(found)) == ({"version": 5}, ["params"])
-    assert Brought.take_from(answer, found) is None
+def test_events_survive_their_way() -> None:
+    lines = {"worker-1": torch.tensor([1], dtype=torch.uint8)}
+    events = Events(["s", 1], lines, ["nan"])
+    assert Events.read(json.loads(json.dumps(events.message())), lines) == events
 
 
 def test_every_call_is_known_by_a_name_of_its_own_and_only_here() -> None:
