@@ -4,7 +4,7 @@
 # make setup   only the virtual environment; make clean removes it
 
 PYTHON ?= python3
-# so many tests at a time
+# so many of the ordinary tests at a time
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,10 +25,11 @@ train: $(READY)
 	@$(BIN)/offbeat train $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup -m 'not slow' $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
 
-test-all: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+# Some of the long ones look at how workers come in each other's way: nothing runs beside them.
+test-all: test
+	$(BIN)/pytest -m slow $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

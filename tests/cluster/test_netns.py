@@ -24,7 +24,7 @@ from offbeat.config import DISCIPLINES
 from offbeat.report.summary import summarise
 from offbeat.run.events import read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("one network")]
+pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 120.0
 PORT = 7000
