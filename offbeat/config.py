@@ -28,6 +28,7 @@ DISCIPLINES = tuple(disciplines.BUILT_IN)
 ENGINES = ("local", "inproc", "cluster")
 SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
+AUTO = "auto"
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
@@ -154,6 +155,26 @@ class TrainConfig:
     )
     amp: str | None = _option(
         None, text, "compute in a shorter number format where it does no harm", choices=("bf16",)
+    )
+    capture: str = _option(
+        "auto",
+        text,
+        "on a GPU, record a step once and replay it, where that can be done, or compute every step "
+        "anew",
+        choices=(AUTO, "off"),
+    )
+    server_device: str = _option(
+        AUTO,
+        text,
+        "where servers keep parameters: cpu, or cuda, where all workers are threads (--engine "
+        "inproc) on one GPU",
+        choices=(AUTO, "cpu", "cuda"),
+    )
+    data_device: str = _option(
+        AUTO,
+        text,
+        "where training data lies: cpu, or with the GPU that computes on it, where it fits",
+        choices=(AUTO, "cpu"),
     )
     threads: int | None = _option(
         None, whole, "CPU threads of each worker (default: the cores, shared out)"

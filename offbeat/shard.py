@@ -20,6 +20,7 @@ from offbeat.accounts import Accounts
 from offbeat.flat import Manifest
 from offbeat.optim import SCALARS, Optimizer, Schedule, constant
 from offbeat.rules import Gradient, Mean, Rule
+from offbeat.streams import make_mark
 
 BEGUN = "begun"
 """1 where an optimizer that counts no steps has taken its first one: the first is another one than
@@ -118,6 +119,7 @@ class Shard:
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
         self.updaters: list[Updater] = []
+        self._on_device = params.device.type != "cpu"
         self._first_version = 0
         self._optimizer_state: dict[str, Tensor] = {}
         self.tickets = itertools.count(1)
@@ -166,31 +168,39 @@ class Shard:
         self.updaters.append(updater)
         return updater
 
-    def read(self, params: Tensor, floats: Tensor, ints: Tensor) -> tuple[int, bool]:
+    def read(
+        self, params: Tensor, floats: Tensor, ints: Tensor, own: "Updater | None" = None
+    ) -> tuple[int, bool]:
         """Copy the parameters and buffers out; returns their version, and whether they mix
         versions.
 
-        Mixed is what a lock-free read may be: an update was under way while it was taken.
+        Mixed is what a lock-free read may be: an update was under way while it was taken. On a
+        device, at least when it was told to take it: one by another updater than the reader's
+        `own`, whose stream keeps the order.
         """
         version = self.version
+        under_way = self._on_device and self._is_busy(own)
         params.copy_(self.params)
         if self.floats.numel():
             floats.copy_(self.floats)
         if self.ints.numel():
             ints.copy_(self.ints)
-        return version, self.version_begun > version
+        return version, under_way or self.version_begun > version
+
+    def _is_busy(self, own: "Updater | None") -> bool:
+        return any(not u.mark.is_reached() for u in self.updaters if u is not own)
 
     def state(self, accounts: Accounts) -> ShardState:
         """A copy of everything, beside the accounts of what is in it; taken while no update is
         under way."""
         version = self.version
-        state = {"params": self.params.clone()}
+        state = {"params": _copy(self.params)}
         if self.ema is not None:
-            state["ema"] = self.ema.clone()
+            state["ema"] = _copy(self.ema)
         if self.floats.numel():
-            state["floats"] = self.floats.clone()
+            state["floats"] = _copy(self.floats)
         if self.ints.numel():
-            state["ints"] = self.ints.clone()
+            state["ints"] = _copy(self.ints)
         if self.updaters:
             state.update(self.updaters[0].optimizer_state())
         else:
@@ -221,6 +231,8 @@ class Updater:
         self.optimizer = self._build(self.aliases)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._group_indices = sorted({segment.group for segment in shard.segments})
+        self.mark = make_mark(shard.params.device)
+        """After its last update."""
         self._out = torch.empty_like(shard.params)
         """Where the rule may write; untouched it takes no memory."""
         if shared and not self.stateless:
@@ -240,6 +252,7 @@ class Updater:
             decay = min(shard.ema_decay, (1 + version) / (10 + version))
             shard.ema.lerp_(shard.params, 1 - decay)
         self._merge_buffers(gradients)
+        self.mark.set()
         self.num_finished += 1
         return version
 
@@ -330,9 +343,10 @@ class Updater:
             restored = self.optimizer.state[alias.param]
             for key, value in state.items():
                 if key not in PER_SEGMENT:
-                    restored[key] = value[alias.lo : alias.hi].clone()
-                elif key != BEGUN:
-                    restored[key] = value[position].clone()
+                    restored[key] = value[alias.lo : alias.hi].to(alias.view.device, copy=True)
+                elif key != BEGUN:  # torch keeps it on the CPU, but for its fused kernels
+                    where = alias.view.device if self.shard.fused else value.device
+                    restored[key] = value[position].to(where, copy=True)
 
     def _share_state(self) -> None:
         """Use the state of the shard's first updater; the first one makes it, as torch would.
@@ -389,6 +403,11 @@ def _cut(value: Tensor, whole: _Alias, part: _Alias) -> Tensor:
     """The part's share of a state tensor; a scalar is the same for all parts."""
     mine = value if value.dim() == 0 else value[part.lo - whole.lo : part.hi - whole.lo]
     return mine.clone()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """In the CPU's memory, wherever it is."""
+    return tensor.to("cpu", copy=True)
 
 
 def _joint_mask(gradients: Sequence[Gradient]) -> list[bool] | None:

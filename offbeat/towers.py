@@ -1,9 +1,10 @@
 """The devices that one worker computes on: a model replica (a tower) on each, one gradient of all.
 
-Parameters come from the servers and gradients go to them through the CPU's memory. One tower on the
-CPU is the plain case: there the model's parameters lie where the replies arrive, and nothing is
-copied. Any other tower has its parameters on its own device: a staging (transport/staging.py) takes
-them there, and gradients back.
+Parameters come from the servers and gradients go to them through slots, which lie in the CPU's
+memory, or on the GPU that all workers share. One tower on the device of the slots is the plain
+case: there the model's parameters lie where the replies arrive, and nothing is copied. Any other
+tower has its parameters on its own device: a staging (transport/staging.py) takes them there, and
+gradients back.
 
     towers = Towers([model], [torch.device("cuda:0")], amp=False)
     parts = towers.deal(batch)              # each tower's part of it, on its device
@@ -19,12 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.capture import RECORDINGS, Captured, Recorder
 from offbeat.data.batches import Batch, batch_length, map_tensors
 from offbeat.errors import ConfigError, RecipeError
 from offbeat.flat import FlatModel
+from offbeat.streams import Scope, make_streams
 from offbeat.transport.staging import Staging, make_staging
 
 CPU = torch.device("cpu")
+_SAME: Scope = contextlib.nullcontext()
+Result = tuple[Tensor, list[bool]]
+"""A loss, still on its device, and which tensors got a gradient."""
+Loss = Callable[[nn.Module, Batch], Tensor]
 Parts = list[tuple[float, Batch]]
 """For each tower its share of the examples, and what of the batch it computes on."""
 
@@ -65,30 +72,50 @@ class Towers:
         *,
         amp: bool = False,
         staging: Staging | None = None,
+        make_recorder: Callable[[torch.device], Recorder | None] = lambda device: None,
+        tell: Callable[[str], None] = lambda line: None,
+        slot_device: torch.device = CPU,
     ) -> None:
-        """`staging`: None: the one for these devices."""
+        """`slot_device`: where slots lie. `staging`: None: the one for these devices.
+        `make_recorder`: what captures the steps of the tower on a device, if anything; `tell` says
+        where that cannot be."""
         self.models = list(models)
         self.devices = list(devices)
         self.model = self.models[0]
         """The first tower's, for whoever wants to look at one."""
         self._gpus = [d for d in dict.fromkeys(self.devices) if d.type == "cuda"]
         self._amp = amp
-        self._is_plain = self.devices == [CPU]
+        self._is_plain = self.devices == [slot_device]
+        """Parameters arrive in the model's own."""
+        self._gathers = not (self._is_plain and slot_device == CPU)
+        """Gradients are gathered in memory that is the same every time."""
+        self._no_recording = RECORDINGS.none if self._gpus else contextlib.nullcontext
         self._weights: list[float] = []
-        self._staging = staging or make_staging(self.devices)
-        if self._is_plain:
+        self._make_recorder = make_recorder
+        self._tell = tell
+        self._captured: list[Captured[Result] | None] | None = None
+        """Each tower's; None before the first step."""
+        self._taken: list[list[bool] | None] = [None for _ in self.models]
+        """Which tensors got a gradient that a captured step has taken from them already."""
+        self._staging = staging or make_staging(self.devices, slot_device)
+        if self._is_plain and slot_device == CPU:
             self.landing = self.model.params
-            """Where the servers' parameters arrive, in the CPU's memory."""
+            """Where the servers' parameters arrive."""
             return
-        self.landing = torch.empty_like(self.model.params, device=CPU)
-        self.landing.copy_(self.model.params)
+        landing = self.model.params.to(slot_device, copy=True)
         for model, device in zip(self.models, self.devices, strict=True):
             model.move(device)
+        self.landing = self.model.params if self._is_plain else landing
         self._gradients = [torch.empty_like(model.params) for model in self.models]
 
     @property
     def first_device(self) -> torch.device:
         return self.devices[0]
+
+    def in_stream(self) -> Scope:
+        """For the thread that uses the towers: so that several workers on one GPU get on at the
+        same time."""
+        return make_streams(self.first_device).new()() if len(self.models) == 1 else _SAME
 
     def train(self) -> None:
         for model in self.models:
@@ -104,6 +131,18 @@ class Towers:
         for number, device in enumerate(self._gpus):
             assert device.index is not None
             torch.cuda.default_generators[device.index].manual_seed(seed + number)
+
+    def _mark_random(self) -> Callable[[], None]:
+        """Returns what has the next forward pass draw what the next one now would."""
+        on_cpu = torch.get_rng_state()
+        on_gpus = [(device, torch.cuda.get_rng_state(device)) for device in self._gpus]
+
+        def rewind() -> None:
+            torch.set_rng_state(on_cpu)
+            for device, state in on_gpus:
+                torch.cuda.set_rng_state(state, device)
+
+        return rewind
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -152,28 +191,64 @@ class Towers:
             for lo, hi, device in zip(cuts[:-1], cuts[1:], self.devices, strict=True)
         ]
 
-    def compute(self, loss: Callable[[nn.Module, Batch], Tensor], parts: Parts) -> float:
-        """The mean loss over all parts; the gradients stay in the parameters."""
+    def compute(self, loss: Loss, parts: Parts, *, eagerly: bool = False) -> float:
+        """The mean loss over all parts; the next to be called is `take_gradient`. `eagerly`: no
+        captured step is replayed, and the gradients can be looked at in the parameters."""
+        if self._captured is None:
+            self._captured = [self._capture(number, loss) for number in range(len(self.models))]
         self._weights = [weight for weight, _ in parts]
         found: list[Tensor] = []
-        for model, (weight, part) in zip(self.models, parts, strict=True):
+        for number, (weight, part) in enumerate(parts):
+            self._taken[number] = None
             if not weight:
                 continue
-            with self._precision(model):
-                value = loss(model.module, part)
-            _check_loss(value)
-            value.backward()  # type: ignore[no-untyped-call]
-            found.append(value.detach() if weight == 1.0 else value.detach() * weight)
+            captured = None if eagerly else self._captured[number]
+            if captured is not None and (replayed := captured.replay(part)) is not None:
+                value, self._taken[number] = replayed
+            else:
+                with self._no_recording():
+                    value = self._compute_one(self.models[number], loss, part)
+            found.append(value if weight == 1.0 else value * weight)
         return float(sum(value.item() for value in found))
+
+    def _compute_one(self, model: FlatModel, loss: Loss, part: Batch) -> Tensor:
+        """Its loss; the gradient stays in the parameters."""
+        with self._precision(model):
+            value = loss(model.module, part)
+        _check_loss(value)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.detach()
+
+    def _capture(self, number: int, loss: Loss) -> Captured[Result] | None:
+        recorder = self._make_recorder(self.devices[number]) if self._gathers else None
+        if recorder is None:
+            return None
+        model, gradient = self.models[number], self._gradients[number]
+
+        def compute(part: Batch) -> Result:
+            value = self._compute_one(model, loss, part)
+            return value, model.take_gradient([gradient])
+
+        return Captured(
+            "the step",
+            compute,
+            recorder,
+            parts=lambda result: ([result[0], gradient], result[1]),
+            buffers=lambda: list(model.module.buffers()),
+            mark_random=self._mark_random,
+            tell=self._tell,
+        )
 
     def take_gradient(self, slices: Sequence[Tensor]) -> list[bool]:
         """Write the mean gradient into `slices`, which together make up the flat vector, and let go
         of it. Returns, for each tensor, whether it got one."""
-        if self._is_plain:
+        if not self._gathers:
             return self.model.take_gradient(slices)
         present = [
-            model.take_gradient([gradient])
-            for model, gradient in zip(self.models, self._gradients, strict=True)
+            model.take_gradient([gradient]) if taken is None else taken
+            for model, gradient, taken in zip(
+                self.models, self._gradients, self._taken, strict=True
+            )
         ]
         total = self._gradients[0]
         if len(self.models) > 1:

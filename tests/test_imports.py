@@ -20,8 +20,8 @@ LAYERS = [
     ["cluster"],
     ["roles", "report"],
     ["run"],
-    ["data", "recipes", "towers", "transport"],
-    ["flat", "layers", "memory", "optim", "randomness", "rules", "shard"],
+    ["capture", "data", "recipes", "towers", "transport"],
+    ["flat", "layers", "memory", "optim", "randomness", "rules", "shard", "streams"],
     ["accounts", "config", "disciplines", "errors", "importing", "ledger", "plugins", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -14,7 +14,7 @@ from offbeat.config import DISCIPLINES
 from offbeat.data.batches import map_tensors, prepared_ahead
 from offbeat.errors import ConfigError
 from offbeat.towers import CPU, Towers, find_devices
-from offbeat.transport.staging import CpuStaging, CudaStaging, Staging, make_staging
+from offbeat.transport.staging import CudaStaging, PlainStaging, Staging, make_staging
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -52,7 +52,7 @@ class LateStaging(Staging):
 def staging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What towers that are made in a test have."""
     if request.param == "late":
-        monkeypatch.setattr("offbeat.towers.make_staging", lambda devices: LateStaging())
+        monkeypatch.setattr("offbeat.towers.make_staging", lambda devices, slots: LateStaging())
     return str(request.param)
 
 
@@ -176,9 +176,10 @@ def test_one_tower_on_the_cpu_computes_in_the_slots_themselves() -> None:
 
 def test_staging_goes_by_the_devices() -> None:
     gpu = torch.device("cuda", 0)
-    assert isinstance(make_staging([CPU, CPU]), CpuStaging)
-    assert isinstance(make_staging([gpu]), CudaStaging)
-    assert isinstance(make_staging([CPU, gpu]), CudaStaging)
+    assert isinstance(make_staging([CPU, CPU], CPU), PlainStaging)
+    assert isinstance(make_staging([gpu], CPU), CudaStaging)
+    assert isinstance(make_staging([CPU, gpu], CPU), CudaStaging)
+    assert isinstance(make_staging([gpu], gpu), PlainStaging)
 
 
 @pytest.mark.parametrize(

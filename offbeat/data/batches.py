@@ -58,6 +58,10 @@ class Source(ABC):
     def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
         """One pass of a worker over its share, beginning with batch number `first`."""
 
+    def on(self, device: torch.device) -> "Source":
+        """The same, with that device's memory where it fits."""
+        return self
+
     @abstractmethod
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """One pass over everything, each example once."""
@@ -67,6 +71,8 @@ class _Indexed(Source):
     """Data whose examples can be asked for by number."""
 
     num_examples: int
+    device = torch.device("cpu")
+    """Where examples lie, and are asked for."""
 
     @abstractmethod
     def gather(self, indices: Tensor) -> Batch:
@@ -77,7 +83,8 @@ class _Indexed(Source):
         part = torch.randperm(self.num_examples, generator=shuffled)[share.part]
         own = make_generator(share.seed, "order", share.rank, epoch)
         order = torch.randperm(len(part), generator=own)
-        for indices in torch.split(part[order], share.batch_size)[first:]:
+        mine = part[order].to(self.device)
+        for indices in torch.split(mine, share.batch_size)[first:]:
             yield self.gather(indices)
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
@@ -91,6 +98,23 @@ class Tensors(_Indexed):
     def __init__(self, tensors: TensorData) -> None:
         self.tensors = tensors
         self.num_examples = batch_length(tensors)
+        self.device = next(leaves(tensors)).device
+        self._elsewhere: dict[torch.device, Tensors] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: torch.device) -> Source:
+        """Those of several workers on one GPU are the same; they take no more than a quarter of
+        what is free there."""
+        if device.type != "cuda":
+            return self
+        with self._lock:
+            if device not in self._elsewhere:
+                num_bytes = sum(t.numel() * t.element_size() for t in leaves(self.tensors))
+                fits = 4 * num_bytes <= torch.cuda.mem_get_info(device)[0]
+                moved = map_tensors(self.tensors, lambda t: t.to(device)) if fits else None
+                self._elsewhere[device] = self if moved is None else Tensors(moved)
+                torch.cuda.synchronize(device)  # every worker has a stream of its own
+            return self._elsewhere[device]
 
     def gather(self, indices: Tensor) -> Batch:
         # index_select copies rows, which takes less than half the time of tensor[indices]
@@ -187,7 +211,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """On the CPU the batch itself; else on its way to `device`, without waiting for it."""
     if device.type == "cpu":
         return batch
-    return map_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+
+    def move(tensor: Tensor) -> Tensor:
+        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+        return pinned.to(device, non_blocking=True)
+
+    return map_tensors(batch, move)
 
 
 def prepared_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:

@@ -247,6 +247,8 @@ class Exchange:
     def _land(self) -> None:
         """Every shard has answered: have its parameters in the landing, and remember which they
         are."""
+        for link in self._links:
+            link.reply_slot.mark.order()
         landing = self._towers.landing
         if landing is not self._links[0].reply_slot.values:  # not adopted
             for link, (lo, hi) in zip(self._links, self._job.slices, strict=True):

@@ -99,7 +99,7 @@ class WorkerRole(Role):
         self.worker = Worker(
             job,
             rank,
-            job.make_towers(rank, context.model or job.make_model()),
+            job.make_towers(rank, context.model or job.make_model(), records.log(name).warning),
             context.network,
             events=records.events(name),
             log=records.log(name),

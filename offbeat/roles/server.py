@@ -131,12 +131,13 @@ class Server:
         try:
             if not self._is_welcome(end, hello):
                 return
-            if hello.get("calls"):
-                while not self.is_stopping:
-                    end.answer_calls(self.answer, POLL_S)
-            else:
-                end = decoding(end, self._make_codec(), self._log.warning)
-                self.sessions.serve(end, hello["worker"], hello["incarnation"])
+            with self.sessions.in_stream():
+                if hello.get("calls"):
+                    while not self.is_stopping:
+                        end.answer_calls(self.answer, POLL_S)
+                else:
+                    end = decoding(end, self._make_codec(), self._log.warning)
+                    self.sessions.serve(end, hello["worker"], hello["incarnation"])
             end.close(self.reason, over=self.is_stopping and self._ends_run)
         except ConnectionClosedError as error:
             end.close(str(error), over=error.over)

@@ -55,7 +55,8 @@ class Session:
         )
         self.awaits_reply = True
         slot = self.end.gradient_slot(header)
-        if header.void or not usable(slot.values):
+        # on a device the worker, of the same process, has looked at it, and nobody waits again
+        if header.void or not (slot.is_on_device or usable(slot.values)):
             self.gradient = None
             self.record.outcome = REJECTED
             return

@@ -24,6 +24,7 @@ from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
 from offbeat.roles.session import Session
 from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
+from offbeat.streams import Scope, make_streams
 from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
 
 POLL_S = 0.2
@@ -68,10 +69,17 @@ class Sessions:
             self._mutex if self._is_locked else contextlib.nullcontext()
         )
         self._is_large = shard.params.numel() >= CHECKED_UNLOCKED_FROM
+        self._streams = make_streams(shard.params.device)
+        self._in_stream = self._streams.new()
+        """One stream keeps the updates in the order in which they were decided on."""
         self._membership = threading.Condition()
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
         self._shared_updater: Updater | None = None
+
+    def in_stream(self) -> Scope:
+        """For every thread of the server: where its work on the shard goes."""
+        return self._in_stream() if self._is_locked else self._streams.new()()
 
     # -- for the server ------------------------------------------------------------------------
 
@@ -81,6 +89,7 @@ class Sessions:
             if self.loaded.is_set():
                 return False
             self.shard.load(state)
+            self._streams.wait_for_all()  # sessions have streams of their own
             self.ledger.load(state.accounts)
             if self._is_locked:
                 self._shared_updater = self.shard.make_updater()
@@ -130,6 +139,7 @@ class Sessions:
             with self._lock:
                 slot = end.reply_slot
                 version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
+                slot.mark.set()
                 session = self._sessions[worker] = Session(
                     end,
                     worker,
@@ -232,13 +242,17 @@ class Sessions:
                 standing_still.enter_context(self._membership)
                 for session in self._sessions.values():
                     standing_still.enter_context(session.applying)
+            self._streams.wait_for_all()
             return self.shard.state(self.ledger.copy_accounts())
 
     def _make_reply(self, session: Session) -> None:
         """Put the newest parameters into the session's slot, and make the header that goes with
         them; its own thread sends both."""
         slot, record, ledger = session.end.reply_slot, session.record, self.ledger
-        version, record.mixed = self.shard.read(slot.values, slot.floats, slot.ints)
+        version, record.mixed = self.shard.read(
+            slot.values, slot.floats, slot.ints, session.updater
+        )
+        slot.mark.set()
         ledger.replied(record)
         header = ReplyHeader(
             record.sequence, version, record.outcome, ledger.epoch, ledger.is_draining

@@ -103,7 +103,7 @@ class Worker:
     def run(self) -> None:
         torch.set_num_threads(self.job.config.threads or 1)
         try:
-            with self._exchange:
+            with self.towers.in_stream(), self._exchange:
                 self.step = self._exchange.join() + 1
                 while self._train():
                     self.step = self._exchange.finish(self.step - 1) + 1
@@ -116,7 +116,8 @@ class Worker:
     def _train(self) -> bool:
         """Returns whether all steps are done; else this worker was told to stop."""
         self.towers.train()
-        batches = self.job.batches(self.rank, self.step - 1, self.towers.first_device)
+        device = self.towers.first_device
+        batches = self.job.batches(self.rank, self.step - 1, device, self.log.warning)
         self._take_in()
         upcoming = next(batches, None)
         prepare_s = 0.0
@@ -158,18 +159,19 @@ class Worker:
         if self._summaries is None:
             return self._compute(batch)
         version = self._exchange.versions[0]
-        with self._summaries.watching(self.towers.model.module, version):
-            loss = self._compute(batch)
+        with self._summaries.watching(self.towers.model.module, version) as looks_on:
+            loss = self._compute(batch, eagerly=looks_on)
         self._summaries.computed(self.towers.model, version, loss)
         return loss
 
-    def _compute(self, batch: Batch) -> float:
-        """Loss and gradient of one batch; the gradient stays in the parameters."""
+    def _compute(self, batch: Batch, *, eagerly: bool = False) -> float:
+        """Loss and gradient of one batch; the gradient stays with the towers."""
         if self.step % IDENTITY_CHECK_EVERY == 1:
             self.towers.check_identity()
         if self._seeds_torch:
             self.towers.seed(make_seed(self.job.config.seed, "forward", self.rank, self.step))
-        loss = self.towers.compute(self.job.recipe.loss, self.towers.deal(batch))
+        parts = self.towers.deal(batch)
+        loss = self.towers.compute(self.job.recipe.loss, parts, eagerly=eagerly)
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss became {loss} in worker {self.rank} at step {self.step}; "

@@ -5,8 +5,8 @@ Making one touches no file of the run, so whatever is wrong with a configuration
 anything is left behind.
 """
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.config import BATCHING, TrainConfig
+from offbeat.capture import CapturedAugment, make_recorder
+from offbeat.config import AUTO, BATCHING, TrainConfig
 from offbeat.data.batches import (
     Batch,
     Share,
@@ -40,12 +41,13 @@ from offbeat.errors import (
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer, schedule_name
 from offbeat.plugins import Choice, find
-from offbeat.randomness import make_generator, make_seed
+from offbeat.randomness import make_seed
 from offbeat.recipes.base import Recipe, accuracy
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.shard import Shard, ShardState, partition, segments_of
+from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
 from offbeat.transport.codec import Codec
@@ -142,11 +144,41 @@ class Job:
         """What worker `rank` computes on, if it is on this machine."""
         return find_devices(self.config.devices or self.config.device, rank)
 
-    def make_towers(self, rank: int, model: FlatModel) -> Towers:
-        """What worker `rank` computes with; `model` becomes the first tower."""
+    def make_towers(
+        self, rank: int, model: FlatModel, tell: Callable[[str], None] = lambda line: None
+    ) -> Towers:
+        """What worker `rank` computes with; `model` becomes the first tower. `tell` is told of what
+        is slower than it might be."""
         devices = self.devices(rank)
         more = [self.make_model() for _ in devices[1:]]
-        return Towers([model, *more], devices, amp=self.config.amp is not None)
+        return Towers(
+            [model, *more],
+            devices,
+            amp=self.config.amp is not None,
+            make_recorder=make_recorder if self.config.capture == AUTO else lambda device: None,
+            tell=tell,
+            slot_device=self.server_device,
+        )
+
+    @functools.cached_property
+    def server_device(self) -> torch.device:
+        """Where the servers keep parameters and slots: on the GPU that all workers share, if they
+        are threads of one process with it."""
+        where = self.config.server_device
+        shared = None if where == "cpu" else self._shared_gpu()
+        if shared is None and where != "cpu" and where != AUTO:
+            raise ConfigError(
+                f"the servers cannot be on {where}: that takes workers that are threads of one "
+                f"process (--engine inproc) and compute on one GPU, one each"
+            )
+        return shared or CPU
+
+    def _shared_gpu(self) -> torch.device | None:
+        if self.config.engine != "inproc" or self.codec is not None:
+            return None
+        found = {tuple(self.devices(rank)) for rank in range(self.config.workers)}
+        one = found.pop() if len(found) == 1 else ()
+        return one[0] if len(one) == 1 and one[0].type == "cuda" else None
 
     def layout(self, shard: int) -> Layout:
         """What travels between a worker and this shard's server; buffers go to shard 0."""
@@ -159,6 +191,7 @@ class Job:
             num_floats=self.manifest.num_floats if first else 0,
             num_ints=self.manifest.num_ints if first else 0,
             coded_bytes=None if codec is None else codec.capacity(hi - lo),
+            device=self.server_device,
         )
 
     def make_shard(self, index: int) -> Shard:
@@ -166,7 +199,7 @@ class Job:
         lo, hi = self.slices[index]
         layout = self.layout(index)
         return Shard(
-            torch.zeros(hi - lo),
+            torch.zeros(hi - lo, device=layout.device),
             segments_of(self.manifest, self.optimizer, lo, hi),
             self.optimizer,
             schedule=self.recipe.schedule,
@@ -174,8 +207,8 @@ class Job:
             ema_decay=self.recipe.ema,
             rule=self.make_rule(),
             fused=self.config.fused,
-            floats=torch.zeros(layout.num_floats),
-            ints=torch.zeros(layout.num_ints, dtype=torch.int64),
+            floats=torch.zeros(layout.num_floats, device=layout.device),
+            ints=torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
         )
 
     def initial_state(self, index: int, model: FlatModel) -> ShardState:
@@ -220,33 +253,49 @@ class Job:
         return self._share(rank).num_batches(self.facts.num_examples)
 
     def batches(
-        self, rank: int, start: int = 0, device: torch.device = CPU
+        self,
+        rank: int,
+        start: int = 0,
+        device: torch.device = CPU,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> Iterator[tuple[int, Batch]]:
         """Worker `rank`'s training batches with their epochs, from step `start` on (0: the first),
-        until its work is done; on `device`, which is also where they are augmented."""
-        made = self._make_batches(rank, start, device)
-        return prepared_ahead(made, NUM_AHEAD) if self.recipe.feed == BATCHING else made
+        until its work is done; on `device`, which is also where they are augmented. `tell` is told
+        of what is slower than it might be."""
+        made = self._make_batches(rank, start, device, tell)
+        if self.recipe.feed != BATCHING:
+            return made
+        return prepared_ahead(in_this_stream(made, device), NUM_AHEAD)
+
+    def _make_augment(
+        self, device: torch.device, tell: Callable[[str], None]
+    ) -> CapturedAugment | None:
+        """Batches that are prepared ahead are several at a time: they have memory of their own."""
+        if self.recipe.augment is None:
+            return None
+        captures = self.config.capture == AUTO and self.recipe.feed != BATCHING
+        recorder = make_recorder(device) if captures else None
+        return CapturedAugment(self.recipe.augment, device, recorder, tell)
 
     def _make_batches(
-        self, rank: int, start: int, device: torch.device
+        self, rank: int, start: int, device: torch.device, tell: Callable[[str], None]
     ) -> Iterator[tuple[int, Batch]]:
         config = self.config
         assert self.train is not None, "this process was given no training data"
+        source = self.train.on(device) if config.data_device == AUTO else self.train
         share = self._share(rank)
         step, epoch, first = self._find(share, start)
+        augment = self._make_augment(device, tell)
         last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
         if self.facts.elastic:  # a server says when it is enough
             last_step = last_epoch = math.inf
         while step < last_step and epoch < last_epoch:
             before = step
-            for batch in self.train.train(share, epoch, first):
+            for batch in source.train(share, epoch, first):
                 if step >= start:
                     batch = to_device(batch, device)
-                    if self.recipe.augment is not None:
-                        key = (config.seed, "augment", rank, step)
-                        generator = make_generator(*key, device=device)
-                        with contextlib.nullcontext() if device == CPU else device:
-                            batch = self.recipe.augment(batch, generator)
+                    if augment is not None:
+                        batch = augment(batch, make_seed(config.seed, "augment", rank, step))
                     yield epoch, batch
                 step += 1
                 if step == last_step:

@@ -146,12 +146,13 @@ class StepSummaries:
         self._arguments: tuple[Any, ...] | None = None
 
     @contextmanager
-    def watching(self, module: nn.Module, version: int) -> Iterator[None]:
+    def watching(self, module: nn.Module, version: int) -> Iterator[bool]:
         """Around a pass through the model of `version`: looks at the activations, where it is time
-        for that. The hooks are there for this one step only."""
-        handles = self._hook(module, version) if self._is_due(version) else []
+        for that; whether it is. The hooks are there for this one step only."""
+        due = self._is_due(version)
+        handles = self._hook(module, version) if due else []
         try:
-            yield
+            yield due
         finally:
             for handle in handles:
                 handle.remove()

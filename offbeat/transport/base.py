@@ -33,10 +33,12 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED
 from offbeat.errors import ConnectionClosedError
+from offbeat.streams import NO_MARK, Mark, make_mark
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two attempts to reach a server; each pause is twice the one before."""
 
+CPU = torch.device("cpu")
 Message = dict[str, Any]
 """Plain JSON values: what is said in a handshake or a call."""
 Result = TypeVar("Result")
@@ -108,6 +110,8 @@ class Layout:
     coded_bytes: int | None = None
     """The most that a codec makes of a gradient; None: it lies in the slot as it is. Parameters
     always do."""
+    device: torch.device = CPU
+    """Where slots lie, in a transport between threads."""
 
     @property
     def gradient(self) -> "Layout":
@@ -125,16 +129,23 @@ class Slot:
     mask: Tensor
     floats: Tensor
     ints: Tensor
+    mark: Mark = NO_MARK
+    """Set by the server when it has told the device to fill a reply."""
 
     @classmethod
     def allocate(cls, layout: Layout) -> "Slot":
-        """One in ordinary memory, which says that every tensor has a gradient."""
+        """One in ordinary memory, or on a device, which says that every tensor has a gradient."""
         return cls(
-            torch.zeros(layout.num_elements, dtype=layout.dtype),
+            torch.zeros(layout.num_elements, dtype=layout.dtype, device=layout.device),
             torch.ones(layout.num_tensors, dtype=torch.uint8),
-            torch.zeros(layout.num_floats),
-            torch.zeros(layout.num_ints, dtype=torch.int64),
+            torch.zeros(layout.num_floats, device=layout.device),
+            torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
+            make_mark(layout.device),
         )
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.values.device.type != "cpu"
 
     def filled(self, num_bytes: int) -> "Slot":
         """Where a codec fills it: with no more of it than it has filled."""

@@ -4,6 +4,7 @@ tensors."""
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class _Channel:
             self.gradients = (Slot.allocate(layout.gradient), Slot.allocate(layout.gradient))
             reply = Slot.allocate(layout)
             if params is not None:
-                reply = Slot(params, reply.mask, reply.floats, reply.ints)
+                reply = replace(reply, values=params)
             self.reply = reply
 
 

@@ -10,6 +10,7 @@ is done:
     staging.forget()                                          # now the slot's memory may go
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -44,14 +45,15 @@ class Staging(ABC):
         """Nothing is being copied, and the slots' memory is about to go away: let go of it."""
 
 
-def make_staging(devices: Sequence[torch.device]) -> Staging:
+def make_staging(devices: Sequence[torch.device], slot_device: torch.device) -> Staging:
     """The one for towers on these devices."""
     is_cuda = any(device.type == "cuda" for device in devices)
-    return CudaStaging() if is_cuda else CpuStaging()
+    return CudaStaging() if is_cuda and slot_device.type == "cpu" else PlainStaging()
 
 
-class CpuStaging(Staging):
-    """Plain copies, each of them there as soon as it was begun."""
+class PlainStaging(Staging):
+    """Plain copies within the CPU's memory, each of them there as soon as it was begun; or within
+    a GPU's, in the order of what it is told."""
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
@@ -110,6 +112,9 @@ class CudaStaging(Staging):
         size = slot.numel() * slot.element_size()
         is_pinned = int(_cudart().cudaHostRegister(slot.data_ptr(), size, 0)) == 0
         self._pinned[slot.data_ptr()] = is_pinned
+        if not is_pinned:  # whoever asks CUDA next would be told of it, as if it were his error
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
 
 
 def _cudart() -> Any:

@@ -26,6 +26,20 @@ def toy_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
+class Spiced(nn.Module):
+    """Running statistics, and random numbers in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layers(x)
+        return logits
+
+
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 

@@ -1,0 +1,311 @@
+"""Work on a device that is recorded once and then replayed: a step, and the augmentation before it.
+
+On a GPU a small model's step is hundreds of kernels, and telling the device of each takes longer
+than the device needs for it. Recorded as one graph they are told at once. towers.py uses this for
+batches of the shape that it sees most, and computes all others as ever:
+
+    step = Captured("the step", compute, make_recorder(device), ...)
+    replayed = step.replay(batch)        # None: to be computed without it
+
+What cannot be recorded (a model that looks at its numbers, say) is found out at the first try, and
+so is a recording that gives another gradient than the step it was made of.
+"""
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from offbeat.data.batches import Batch, leaves, map_tensors
+from offbeat.errors import in_a_line
+
+NUM_WARM_UP = 3
+"""Steps before a recording: libraries choose their kernels and take their memory in the first."""
+SEEN_BEFORE = 2
+"""A shape is recorded when it comes for the second time: the last batch of an epoch may be odd."""
+CLOSE = 1e-3
+"""How far a replayed gradient may be from the one it was made of, relative to its norm: kernels
+that add up in any order differ by less, and what was left out of a recording by far more."""
+
+T = TypeVar("T")
+Parts = Callable[[T], tuple[list[Tensor], Any]]
+"""What a piece of work left behind: tensors, and what else there is to compare."""
+
+
+class Recorder(ABC):
+    """What can record on a device."""
+
+    @abstractmethod
+    def record(
+        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], T]:
+        """Have `work` done some times, and recorded. Returns what does it again, on the same
+        memory, and its result, which is then another one in the same tensors. `generators`: those
+        that it draws from, beside torch's own; each time as they stand then. Whatever cannot be
+        recorded raises a RuntimeError."""
+
+
+class Recordings:
+    """torch records once at a time in a process; and while it does nobody else may draw from the
+    GPU's generator, which all threads share."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_steps = 0
+        self._is_recording = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_recording)
+            self._is_recording = True
+            self._changed.wait_for(lambda: not self._num_steps)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_recording = False
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def none(self) -> Iterator[None]:
+        """In it, for any number of threads, nobody records."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_recording)
+            self._num_steps += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_steps -= 1
+                if not self._num_steps:
+                    self._changed.notify_all()
+
+
+RECORDINGS = Recordings()
+
+
+class CudaRecorder(Recorder):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index or 0
+
+    def record(
+        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], T]:
+        with RECORDINGS.one(), torch.cuda.device(self._device):
+            try:
+                return self._record(work, generators)
+            except RuntimeError:
+                # their state would go on to say that it is being recorded
+                for generator in (*generators, torch.cuda.default_generators[self._index]):
+                    generator.graphsafe_set_state(generator.clone_state())
+                raise
+
+    def _record(
+        self, work: Callable[[], T], generators: Sequence[torch.Generator]
+    ) -> tuple[Callable[[], None], T]:
+        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(NUM_WARM_UP):
+                work()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        # not torch's stream for all captures: libraries keep memory to work in for each stream,
+        # which graphs that are replayed at the same time must not share
+        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+            result = work()
+        return graph.replay, result
+
+
+def make_recorder(device: torch.device) -> Recorder | None:
+    """None: nothing is gained by recording there."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class _Recording(Generic[T]):
+    batch: Batch
+    """Where the next batch is put before it is replayed."""
+    replay: Callable[[], None]
+    result: T
+
+
+class Captured(Generic[T]):
+    """A piece of work on a batch. `what`: its name for people. `parts` says what it leaves behind,
+    by which a replay is compared with it; `buffers` are what it changes beside (running
+    statistics), which a recording is to leave as they were; `mark_random` returns what makes the
+    next one draw the same random numbers again as the next one now would."""
+
+    def __init__(
+        self,
+        what: str,
+        work: Callable[[Batch], T],
+        recorder: Recorder,
+        *,
+        parts: Parts[T],
+        mark_random: Callable[[], Callable[[], None]],
+        tell: Callable[[str], None],
+        buffers: Callable[[], list[Tensor]] = list,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
+        self._what = what
+        self._work = work
+        self._recorder = recorder
+        self._parts = parts
+        self._mark_random = mark_random
+        self._tell = tell
+        self._buffers = buffers
+        self._generators = generators
+        self._seen: dict[Any, int] = {}
+        self._shape: Any = None
+        self._recording: _Recording[T] | None = None
+        self._is_given_up = False
+
+    def replay(self, batch: Batch) -> T | None:
+        """What the work on this batch comes to; None: it is to be done anew."""
+        if self._is_given_up:
+            return None
+        shape = _shape_of(batch)
+        if self._recording is None and self._is_due(shape):
+            self._record(batch, shape)
+        recording = self._recording
+        if recording is None or shape != self._shape:
+            return None
+        _fill(recording.batch, batch)
+        with RECORDINGS.none():
+            recording.replay()
+        return recording.result
+
+    def _is_due(self, shape: Any) -> bool:
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        return self._seen[shape] >= SEEN_BEFORE
+
+    def _record(self, batch: Batch, shape: Any) -> None:
+        if not _is_all_tensors(batch):
+            self._give_up("a batch holds something else than tensors")
+            return
+        before = [buffer.clone() for buffer in self._buffers()]
+        rewind = self._mark_random()
+        try:
+            self._recording = self._try_to_record(batch, rewind)
+            self._shape = shape
+        except RuntimeError as error:
+            self._give_up(in_a_line(error))
+        for buffer, value in zip(self._buffers(), before, strict=True):
+            buffer.copy_(value)
+        rewind()
+
+    def _try_to_record(self, batch: Batch, rewind: Callable[[], None]) -> _Recording[T]:
+        """Raises a RuntimeError where what is replayed is not what was recorded."""
+        still = map_tensors(batch, torch.clone)
+
+        def work() -> T:
+            return self._work(still)
+
+        replay, result = self._recorder.record(work, self._generators)
+        with RECORDINGS.none():
+            rewind()
+            tensors, rest = self._parts(work())
+            expected = [tensor.clone() for tensor in tensors]
+            rewind()
+            found, found_rest = self._parts(result)
+            for tensor in found:
+                tensor.zero_()
+            _fill(still, batch)  # of which a part may be in the result as it is
+            replay()
+        if rest != found_rest or not all(map(_is_close, found, expected)):
+            raise RuntimeError("replayed, it comes to something else than done anew")
+        return _Recording(still, replay, result)
+
+    def _give_up(self, why: str) -> None:
+        self._is_given_up = True
+        self._tell(f"{self._what} is not captured: {why}")
+
+
+def _fill(still: Batch, batch: Batch) -> None:
+    for target, source in zip(leaves(still), leaves(batch), strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    error = torch.linalg.vector_norm((found - expected).float())
+    return bool(error <= CLOSE * torch.linalg.vector_norm(expected.float()))
+
+
+class CapturedAugment:
+    """A recipe's augmentation on one device, replayed where that can be done. What it draws is a
+    function of the seed, either way."""
+
+    def __init__(
+        self,
+        augment: Callable[[Batch, torch.Generator], Batch],
+        device: torch.device,
+        recorder: Recorder | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._augment = augment
+        self._device = device
+        self._generator = torch.Generator(device)
+        self._captured: Captured[Batch] | None = None
+        if recorder is not None:
+            self._captured = Captured(
+                "the augmentation",
+                self._anew,
+                recorder,
+                parts=lambda batch: (list(leaves(batch)), None),
+                mark_random=self._mark_random,
+                tell=tell,
+                generators=[self._generator],
+            )
+
+    def __call__(self, batch: Batch, seed: int) -> Batch:
+        """The batch to train on; its memory is used again for the next one."""
+        self._generator.manual_seed(seed)
+        replayed = None if self._captured is None else self._captured.replay(batch)
+        return self._anew(batch) if replayed is None else replayed
+
+    def _anew(self, batch: Batch) -> Batch:
+        # what it makes without saying where is on the device too; asked for at every call of
+        # torch's, that takes longer than a replay, which needs none of it
+        with contextlib.nullcontext() if self._device.type == "cpu" else self._device:
+            return self._augment(batch, self._generator)
+
+    def _mark_random(self) -> Callable[[], None]:
+        seed = self._generator.initial_seed()
+
+        def rewind() -> None:
+            self._generator.manual_seed(seed)
+
+        return rewind
+
+
+def _shape_of(batch: Batch) -> Any:
+    return tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves(batch))
+
+
+def _is_all_tensors(batch: Batch) -> bool:
+    found: list[bool] = []
+
+    def look(part: Any) -> None:
+        if isinstance(part, Tensor):
+            return
+        if isinstance(part, dict):
+            for value in part.values():
+                look(value)
+        elif isinstance(part, tuple | list):
+            for value in part:
+                look(value)
+        else:
+            found.append(False)
+
+    look(batch)
+    return not found

@@ -1,0 +1,109 @@
+"""Work that a device does while the CPU goes on: in which order, and who waits for whom.
+
+A thread tells its device what to do in a stream, which keeps the order. What crosses from one
+stream to another has a mark:
+
+    in_own = streams.new()
+    with in_own():                 # in a worker's thread, or a server's
+        ...
+        slot.mark.set()            # the one who has told the device to write
+        ...
+        slot.mark.order()          # the other one, whose work has to come after that
+
+On the CPU everything is done when it is told, and none of this is needed.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+Scope = contextlib.AbstractContextManager[Any]
+Item = TypeVar("Item")
+
+
+class Mark:
+    """This one marks nothing: what it would stand for is done already."""
+
+    def set(self) -> None:
+        """After all that this thread has told its device so far."""
+
+    def order(self) -> None:
+        """Have what this thread tells its device from now on come after the mark."""
+
+    def is_reached(self) -> bool:
+        """Whether the device has done all that comes before it."""
+        return True
+
+
+NO_MARK = Mark()
+
+
+class CudaMark(Mark):
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def set(self) -> None:
+        self._event.record()
+
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class Streams(ABC):
+    """Those of one device."""
+
+    @abstractmethod
+    def new(self) -> Callable[[], Scope]:
+        """A new stream: in a scope that this makes, a thread's work goes into it. Threads may share
+        one."""
+
+    @abstractmethod
+    def wait_for_all(self) -> None:
+        """Until the device has done whatever anybody has told it."""
+
+
+class CpuStreams(Streams):
+    def new(self) -> Callable[[], Scope]:
+        return contextlib.nullcontext
+
+    def wait_for_all(self) -> None:
+        pass
+
+
+class CudaStreams(Streams):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new(self) -> Callable[[], Scope]:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return lambda: torch.cuda.stream(stream)
+
+    def wait_for_all(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def make_streams(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+
+
+def make_mark(device: torch.device) -> Mark:
+    return CudaMark() if device.type == "cuda" else NO_MARK
+
+
+def in_this_stream(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
+    """The same, made in the stream that this thread has now, by whichever thread asks for them."""
+    if device.type != "cuda":
+        return items
+    stream = torch.cuda.current_stream(device)
+
+    def made() -> Iterator[Item]:
+        with torch.cuda.stream(stream):
+            yield from items
+
+    return made()

@@ -1,0 +1,325 @@
+"""Captured steps: the logic on the CPU, with a recorder that only pretends; the rest on a GPU."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Spiced, toy_data, toy_job, toy_recipe
+from rig import in_threads
+from torch import Tensor, nn
+
+import offbeat
+from offbeat.capture import (
+    NUM_WARM_UP,
+    Captured,
+    CapturedAugment,
+    Recorder,
+    Recordings,
+    T,
+    make_recorder,
+)
+from offbeat.data.batches import leaves
+from offbeat.flat import FlatModel
+from offbeat.towers import CPU, Result, Towers
+
+
+class Pretender(Recorder):
+    """Does again what it should replay, into the tensors that it gave."""
+
+    def __init__(self) -> None:
+        self.num_replayed = 0
+
+    def record(
+        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], T]:
+        for _ in range(NUM_WARM_UP):
+            work()
+        result = work()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            for target, source in zip(leaves(result), leaves(work()), strict=True):
+                target.copy_(source)
+
+        return replay, result
+
+
+class Stuck(Pretender):
+    """A recording in which something is missing: nothing comes of it."""
+
+    def record(
+        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], T]:
+        return lambda: None, work()
+
+
+class Unable(Recorder):
+    def record(
+        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], T]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def squares(recorder: Recorder) -> tuple[Captured[Result], Tensor, list[str], list[Tensor]]:
+    """The gradient of a sum of squares, counted in a buffer."""
+    gradient, counter, told = torch.zeros(3), torch.zeros(1), list[str]()
+
+    def compute(batch: Any) -> Result:
+        counter.add_(1)
+        gradient.copy_(2 * batch[0][0])
+        return batch[0].square().sum(), [True]
+
+    steps = Captured(
+        "the step",
+        compute,
+        recorder,
+        parts=lambda result: ([result[0], gradient], result[1]),
+        buffers=lambda: [counter],
+        mark_random=lambda: lambda: None,
+        tell=told.append,
+    )
+    return steps, gradient, told, [counter]
+
+
+def batch_of(*values: float, rows: int = 1) -> list[Tensor]:
+    return [torch.tensor([values] * rows, dtype=torch.float32)]
+
+
+def test_a_shape_that_comes_again_is_recorded_and_replayed_on_other_numbers() -> None:
+    recorder = Pretender()
+    steps, gradient, told, _ = squares(recorder)
+    assert steps.replay(batch_of(1, 2, 3)) is None, "it may be the only one of its kind"
+    for scale in (1.0, 5.0):
+        replayed = steps.replay(batch_of(scale, 2 * scale, 3 * scale))
+        assert replayed is not None
+        assert replayed[0].item() == 14 * scale**2 and replayed[1] == [True]
+        assert gradient.tolist() == [2 * scale, 4 * scale, 6 * scale]
+    assert recorder.num_replayed == 3 and told == [], "one of them to look whether it is right"
+
+
+def test_what_was_recorded_is_not_the_batch_itself() -> None:
+    steps, _, _, _ = squares(Pretender())
+    steps.replay(batch_of(1, 2, 3))
+    given = batch_of(1, 2, 3)
+    steps.replay(given)
+    steps.replay(batch_of(7, 8, 9))
+    assert given[0].tolist() == [[1, 2, 3]]
+
+
+def test_another_shape_is_computed_as_ever() -> None:
+    steps, _, told, _ = squares(Pretender())
+    steps.replay(batch_of(1, 2, 3))
+    assert steps.replay(batch_of(1, 2, 3)) is not None
+    for _ in range(3):
+        assert steps.replay(batch_of(1, 2, 3, rows=2)) is None
+    assert steps.replay(batch_of(1, 2, 3)) is not None and told == []
+
+
+def test_recording_leaves_buffers_as_they_were() -> None:
+    steps, _, _, (counter,) = squares(Pretender())
+    steps.replay(batch_of(1, 2, 3))
+    steps.replay(batch_of(1, 2, 3))
+    assert counter.item() == 1, "the one step that was taken"
+
+
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [(Unable(), "not permitted when stream is capturing"), (Stuck(), "something else")],
+)
+def test_what_cannot_be_captured_is_computed_and_told_once(recorder: Recorder, reason: str) -> None:
+    steps, _, told, (counter,) = squares(recorder)
+    for _ in range(5):
+        assert steps.replay(batch_of(1, 2, 3)) is None
+    assert len(told) == 1 and reason in told[0] and counter.item() == 0
+
+
+def test_a_batch_of_more_than_tensors_is_not_captured() -> None:
+    steps, _, told, _ = squares(Pretender())
+    for _ in range(3):
+        assert steps.replay([*batch_of(1, 2, 3), "a name"]) is None
+    assert told == ["the step is not captured: a batch holds something else than tensors"]
+
+
+def noisy(batch: Any, generator: torch.Generator) -> Any:
+    inputs, labels = batch
+    drawn = torch.rand(inputs.shape, generator=generator, device=generator.device)
+    return inputs + drawn, labels
+
+
+@pytest.mark.parametrize("recorder", [Pretender(), Unable(), Stuck(), None])
+def test_what_an_augmentation_draws_is_a_function_of_the_seed(recorder: Recorder | None) -> None:
+    told: list[str] = []
+    augment = CapturedAugment(noisy, CPU, recorder, told.append)
+    inputs, labels = toy_data(20)
+    for number, count in enumerate([20, 20, 7, 20, 20]):
+        batch = (inputs[:count] * number, labels[:count])
+        expected = noisy(batch, torch.Generator().manual_seed(number))
+        found = augment(batch, number)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert bool(told) == isinstance(recorder, Unable | Stuck)
+    if isinstance(recorder, Pretender) and not isinstance(recorder, Stuck):
+        assert recorder.num_replayed == 4
+
+
+def train_towers(
+    devices: list[torch.device], recorder: Callable[[torch.device], Recorder | None], **more: Any
+) -> tuple[FlatModel, list[float]]:
+    """Twenty steps of plain SGD, the last batch of every four a smaller one."""
+    job = toy_job(toy_recipe(model=Spiced))
+    models = [job.make_model() for _ in devices]
+    towers = Towers(models, devices, make_recorder=recorder, **more)
+    towers.train()
+    losses = []
+    inputs, labels = (tensor.to(devices[0]) for tensor in toy_data(180))
+    gradient = torch.zeros_like(towers.landing)
+    floats = torch.zeros(job.manifest.num_floats)
+    ints = torch.zeros(job.manifest.num_ints, dtype=torch.int64)
+    towers.write_buffers(floats, ints)
+    for step in range(20):
+        start, count = step % 4 * 50, 30 if step % 4 == 3 else 50
+        batch = (inputs[start : start + count], labels[start : start + count])
+        towers.seed(step)
+        losses.append(towers.compute(job.recipe.loss, towers.deal(batch)))
+        towers.take_gradient([gradient])
+        towers.write_buffers(floats, ints)
+        towers.landing.sub_(gradient, alpha=0.2)
+        towers.refresh()
+        towers.read_buffers(floats, ints)
+    towers.forget()
+    return towers.model, losses
+
+
+def no_recorder(device: torch.device) -> Recorder | None:
+    return None
+
+
+def test_towers_with_captured_steps_do_what_they_did_before() -> None:
+    made: list[Pretender] = []
+
+    def recorder(device: torch.device) -> Recorder:
+        made.append(Pretender())
+        return made[-1]
+
+    told: list[str] = []
+    plain, losses = train_towers([CPU, CPU], no_recorder)
+    torch.manual_seed(5)
+    captured, same_losses = train_towers([CPU, CPU], recorder, tell=told.append)
+    assert len(made) == 2 and all(pretender.num_replayed == 15 for pretender in made), told
+    assert losses == same_losses and torch.equal(plain.params, captured.params)
+    for one, other in zip(plain.module.buffers(), captured.module.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_step_that_is_looked_at_is_computed_with_gradients_in_the_parameters() -> None:
+    job = toy_job()
+    towers = Towers(
+        [job.make_model() for _ in range(2)], [CPU, CPU], make_recorder=lambda device: Pretender()
+    )
+    inputs, labels = toy_data(20)
+    found = []
+    for eagerly in (True, False, False, False, True):
+        towers.compute(job.recipe.loss, towers.deal((inputs, labels)), eagerly=eagerly)
+        found.append(towers.model.parameters[0].grad is not None)
+        towers.take_gradient([torch.zeros_like(towers.landing)])
+        assert towers.model.parameters[0].grad is None
+    assert found == [True, True, False, False, True]
+
+
+def test_one_tower_on_the_cpu_records_nothing() -> None:
+    job = toy_job()
+    towers = Towers([job.make_model()], [CPU], make_recorder=lambda device: Unable())
+    for _ in range(4):
+        towers.compute(job.recipe.loss, towers.deal(toy_data(20)))
+        towers.take_gradient([torch.zeros_like(towers.landing)])
+
+
+def test_a_recording_waits_for_steps_and_steps_for_a_recording() -> None:
+    recordings, order = Recordings(), list[str]()
+    in_step, go_on = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with recordings.none():
+            in_step.set()
+            assert go_on.wait(20)
+            order.append("step")
+
+    def record() -> None:
+        assert in_step.wait(20)
+        go_on_later.start()
+        with recordings.one():
+            order.append("recording")
+
+    go_on_later = threading.Thread(target=go_on.set)
+    in_threads(step, record)
+    go_on_later.join()
+    assert order == ["step", "recording"]
+    with recordings.none(), recordings.none():
+        pass
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_the_eager_ones_to_rounding(gpu: torch.device) -> None:
+    told: list[str] = []
+    eager, losses = train_towers([gpu], no_recorder)
+    captured, same_losses = train_towers([gpu], make_recorder, tell=told.append)
+    assert told == []
+    assert torch.allclose(torch.tensor(losses), torch.tensor(same_losses), atol=1e-5)
+    assert torch.allclose(eager.params, captured.params, atol=1e-5)
+    for one, other in zip(eager.module.buffers(), captured.module.buffers(), strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=1e-5)
+
+
+class Choosy(nn.Module):
+    """What it computes depends on the numbers that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.one if x.mean().item() > 0 else self.other
+        logits: Tensor = layer(x)
+        return logits
+
+
+@pytest.mark.gpu
+def test_a_model_that_looks_at_its_numbers_is_trained_eagerly_and_told(
+    gpu: torch.device, tmp_path: Path
+) -> None:
+    recipe = toy_recipe(model=Choosy)
+    offbeat.train(recipe, run_dir=tmp_path / "run", engine="inproc", workers=2, steps=30)
+    told = "".join(log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
+    assert "the step is not captured" in told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("discipline", ["sync", "apply-reply", "lock-free"])
+def test_runs_with_captured_steps_learn(gpu: torch.device, discipline: str, tmp_path: Path) -> None:
+    recipe = toy_recipe(model=Spiced)
+    results = {
+        capture: offbeat.train(
+            recipe,
+            run_dir=tmp_path / capture,
+            engine="inproc",
+            discipline=discipline,
+            workers=2,
+            steps=60,
+            capture=capture,
+        )
+        for capture in ("auto", "off")
+    }
+    for result in results.values():
+        assert result.test_accuracy is not None and result.test_accuracy > 0.8

@@ -1,0 +1,184 @@
+"""Servers on the GPU that workers compute on: the order of things on the CPU, the rest on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Spiced, toy_job, toy_recipe
+from rig import rig
+from torch import nn
+
+import offbeat
+from offbeat.errors import ConfigError
+from offbeat.streams import NO_MARK, CpuStreams, Mark, make_mark, make_streams
+from offbeat.towers import CPU
+from offbeat.transport import base
+from offbeat.transport.base import Layout, Slot
+
+GPU = torch.device("cuda", 0)
+
+
+class Noted(Mark):
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def set(self) -> None:
+        self.seen.append("set")
+
+    def order(self) -> None:
+        self.seen.append("order")
+
+
+def test_on_the_cpu_there_is_nothing_to_order() -> None:
+    assert make_mark(CPU) is NO_MARK and isinstance(make_streams(CPU), CpuStreams)
+    slot = Slot.allocate(Layout(4, 1))
+    assert slot.mark is NO_MARK and not slot.is_on_device
+
+
+@pytest.mark.parametrize("discipline", ["sync", "apply-reply", "reply-apply", "lock-free"])
+def test_every_reply_is_marked_by_the_server_that_filled_it(
+    discipline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(base, "make_mark", lambda device: Noted(seen))
+    with rig(tmp_path, discipline, 1) as made:
+        hand = made.join(0)
+        assert seen == ["set"], "the welcome's parameters"
+        for number in range(2, 5):
+            hand.exchange(1.0)
+            assert seen == ["set"] * number
+        hand.link.close()
+
+
+def test_a_worker_orders_its_work_after_every_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(base, "make_mark", lambda device: Noted(seen))
+    offbeat.train(
+        toy_recipe(), run_dir=tmp_path / "run", engine="inproc", workers=1, servers=1, steps=5
+    )
+    assert seen == ["set", "order"] * 6
+
+
+def test_a_lock_free_reply_is_mixed_while_another_ones_update_is_under_way() -> None:
+    shard = toy_job(discipline="lock-free", workers=2).make_shard(0)
+    shard._on_device = True
+    mine, other = shard.make_updater(shared=True), shard.make_updater(shared=True)
+    slot = Slot.allocate(Layout(len(shard.params), 1))
+
+    class Pending(Mark):
+        def is_reached(self) -> bool:
+            return False
+
+    for updater, mixed in ((None, False), (mine, False), (other, True)):
+        mine.mark = other.mark = NO_MARK
+        if updater is not None:
+            updater.mark = Pending()
+        assert shard.read(slot.values, slot.floats, slot.ints, mine) == (0, mixed)
+
+
+def test_the_servers_are_on_the_cpu_where_workers_share_no_gpu() -> None:
+    assert toy_job(workers=2, engine="inproc").server_device == CPU
+    assert toy_job(workers=2, engine="inproc").layout(0).device == CPU
+    with pytest.raises(ConfigError, match="the servers cannot be on cuda"):
+        assert toy_job(workers=2, server_device="cuda").server_device
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [
+        ({"engine": "inproc", "device": "cuda:0"}, GPU),
+        ({"engine": "inproc", "device": "cuda:0", "server_device": "cpu"}, CPU),
+        ({"engine": "local", "device": "cuda:0"}, CPU),
+        ({"engine": "inproc"}, CPU),  # two GPUs, of which each worker gets one
+        ({"engine": "inproc", "workers": 1}, GPU),
+        ({"engine": "inproc", "devices": "cuda:0,cuda:1"}, CPU),
+    ],
+)
+def test_they_are_on_the_gpu_that_all_share(
+    options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert toy_job(**{"workers": 2, **options}).server_device == device
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+
+
+def train(run_dir: Path, **options: Any) -> offbeat.Result:
+    recipe = toy_recipe(
+        model=options.pop("model", Spiced), optimizer=options.pop("optimizer", None)
+    )
+    given = {"engine": "inproc", "workers": 1, "steps": 40, "quiet": True, **options}
+    return offbeat.train(recipe, run_dir=run_dir, **given)
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name].float(), other[name].float(), atol=1e-4) for name in one
+    )
+
+
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("servers", [1, 3])
+    @pytest.mark.parametrize("discipline", ["sync", "apply-reply", "reply-apply", "lock-free"])
+    @pytest.mark.parametrize(
+        "optimizer", [offbeat.SGD(lr=0.1), offbeat.SGD(lr=0.1, momentum=0.9), offbeat.Adam(lr=0.01)]
+    )
+    def test_one_worker_gets_the_parameters_of_servers_on_the_cpu(
+        self, tmp_path: Path, servers: int, discipline: str, optimizer: Any
+    ) -> None:
+        class Plain(nn.Sequential):
+            def __init__(self) -> None:
+                super().__init__(
+                    nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+                )
+
+        found = [
+            train(
+                tmp_path / device / capture,
+                server_device=device,
+                capture=capture,
+                servers=servers,
+                discipline=discipline,
+                optimizer=optimizer,
+                model=Plain,
+            ).state_dict()
+            for device in ("cpu", "cuda")
+            for capture in ("off", "auto")
+        ]
+        assert all(close(found[0], other) for other in found[1:])
+
+    @pytest.mark.parametrize("discipline", ["sync", "apply-reply", "lock-free", "bounded:1"])
+    def test_several_workers_learn_and_lose_nothing(self, tmp_path: Path, discipline: str) -> None:
+        result = train(
+            tmp_path / "run", workers=4, servers=2, discipline=discipline, server_device="cuda"
+        )
+        assert result.test_accuracy is not None and result.test_accuracy > 0.8
+        summary = result.summary
+        assert summary["lost_updates"] == 0 and summary["gradients"] == 160
+        for shard in summary["kept"]:
+            assert shard["applied"] == 160
+
+    def test_a_run_is_resumed_on_the_other_kind_of_memory(self, tmp_path: Path) -> None:
+        momentum = offbeat.SGD(lr=0.1, momentum=0.9)
+        whole = train(tmp_path / "whole", steps=40, optimizer=momentum, server_device="cuda")
+        train(tmp_path / "part", steps=20, optimizer=momentum, server_device="cuda")
+        resumed = offbeat.resume(
+            tmp_path / "part",
+            recipe=toy_recipe(model=Spiced, optimizer=momentum),
+            steps=40,
+            server_device="cpu",
+        )
+        assert resumed.summary["updates"] == 40
+        assert whole.test_accuracy is not None and resumed.test_accuracy is not None
