@@ -12,12 +12,14 @@ so is a recording that gives another gradient than the step it was made of.
 """
 
 import contextlib
+import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,7 +145,9 @@ class Captured(Generic[T]):
     """A piece of work on a batch. `what`: its name for people. `parts` says what it leaves behind,
     by which a replay is compared with it; `buffers` are what it changes beside (running
     statistics), which a recording is to leave as they were; `mark_random` returns what makes the
-    next one draw the same random numbers again as the next one now would."""
+    next one draw the same random numbers again as the next one now would. `state` is what Python
+    keeps from one time to the next, such as a count of steps: a replay runs no Python, and would
+    leave it as it is."""
 
     def __init__(
         self,
@@ -155,6 +159,7 @@ class Captured(Generic[T]):
         mark_random: Callable[[], Callable[[], None]],
         tell: Callable[[str], None],
         buffers: Callable[[], list[Tensor]] = list,
+        state: Callable[[], Mapping[str, Any]] = dict,
         generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._what = what
@@ -164,6 +169,7 @@ class Captured(Generic[T]):
         self._mark_random = mark_random
         self._tell = tell
         self._buffers = buffers
+        self._state = state
         self._generators = generators
         self._seen: dict[Any, int] = {}
         self._shape: Any = None
@@ -214,7 +220,9 @@ class Captured(Generic[T]):
         replay, result = self._recorder.record(work, self._generators)
         with RECORDINGS.none():
             rewind()
+            before = {**self._state(), **_python_random()}
             tensors, rest = self._parts(work())
+            changed = _changed(before, {**self._state(), **_python_random()})
             expected = [tensor.clone() for tensor in tensors]
             rewind()
             found, found_rest = self._parts(result)
@@ -222,6 +230,8 @@ class Captured(Generic[T]):
                 tensor.zero_()
             _fill(still, batch)  # of which a part may be in the result as it is
             replay()
+        if changed:
+            raise RuntimeError(f"it depends on what Python keeps: {', '.join(changed)}")
         if rest != found_rest or not all(map(_is_close, found, expected)):
             raise RuntimeError("replayed, it comes to something else than done anew")
         return _Recording(still, replay, result)
@@ -231,13 +241,25 @@ class Captured(Generic[T]):
         self._tell(f"{self._what} is not captured: {why}")
 
 
+def _python_random() -> dict[str, Any]:
+    of_numpy: Any = np.random.get_state()
+    return {
+        "Python's random numbers": random.getstate(),
+        "NumPy's random numbers": (of_numpy[1].tobytes(), of_numpy[2:]),
+    }
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [name for name in after if name not in before or after[name] != before[name]]
+
+
 def _fill(still: Batch, batch: Batch) -> None:
     for target, source in zip(leaves(still), leaves(batch), strict=True):
         target.copy_(source, non_blocking=True)
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
-    error = torch.linalg.vector_norm((found - expected).float())
+    error = torch.linalg.vector_norm(found.float() - expected.float())
     return bool(error <= CLOSE * torch.linalg.vector_norm(expected.float()))
 
 
@@ -293,19 +315,8 @@ def _shape_of(batch: Batch) -> Any:
 
 
 def _is_all_tensors(batch: Batch) -> bool:
-    found: list[bool] = []
-
-    def look(part: Any) -> None:
-        if isinstance(part, Tensor):
-            return
-        if isinstance(part, dict):
-            for value in part.values():
-                look(value)
-        elif isinstance(part, tuple | list):
-            for value in part:
-                look(value)
-        else:
-            found.append(False)
-
-    look(batch)
-    return not found
+    if isinstance(batch, Mapping):
+        return all(map(_is_all_tensors, batch.values()))
+    if isinstance(batch, tuple | list):
+        return all(map(_is_all_tensors, batch))
+    return isinstance(batch, Tensor)

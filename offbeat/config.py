@@ -157,7 +157,7 @@ class TrainConfig:
         None, text, "compute in a shorter number format where it does no harm", choices=("bf16",)
     )
     capture: str = _option(
-        "auto",
+        AUTO,
         text,
         "on a GPU, record a step once and replay it, where that can be done, or compute every step "
         "anew",

@@ -274,6 +274,11 @@ class FlatModel:
             torch._foreach_copy_(targets, sources)
         return present
 
+    def drop_gradient(self) -> None:
+        """Let go of it, as if it had never been computed."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def _pieces(self, slices: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
         """For each tensor, where its elements from start to end go. A connection's slots are the
         same over and over again, so this is worked out once for each of them."""

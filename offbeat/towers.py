@@ -226,8 +226,12 @@ class Towers:
         model, gradient = self.models[number], self._gradients[number]
 
         def compute(part: Batch) -> Result:
-            value = self._compute_one(model, loss, part)
-            return value, model.take_gradient([gradient])
+            try:
+                value = self._compute_one(model, loss, part)
+                return value, model.take_gradient([gradient])
+            except BaseException:  # or the next backward pass would add to what is there
+                model.drop_gradient()
+                raise
 
         return Captured(
             "the step",
@@ -235,6 +239,7 @@ class Towers:
             recorder,
             parts=lambda result: ([result[0], gradient], result[1]),
             buffers=lambda: list(model.module.buffers()),
+            state=lambda: plain_attributes(model.module),
             mark_random=self._mark_random,
             tell=self._tell,
         )
@@ -271,6 +276,16 @@ class Towers:
     def forget(self) -> None:
         """Before the memory that was used so far goes away."""
         self._staging.forget()
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What the parts of a model keep beside tensors: counts, rates, flags."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, int | float | str | None)
+    }
 
 
 def _part(batch: Batch, lo: int, hi: int, device: torch.device) -> Batch:

@@ -1,13 +1,15 @@
 """Captured steps: the logic on the CPU, with a recorder that only pretends; the rest on a GPU."""
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers import Spiced, toy_data, toy_job, toy_recipe
+from helpers import Spiced, cross_entropy, toy_data, toy_job, toy_recipe
 from rig import in_threads
 from torch import Tensor, nn
 
@@ -141,6 +143,84 @@ def test_a_batch_of_more_than_tensors_is_not_captured() -> None:
     for _ in range(3):
         assert steps.replay([*batch_of(1, 2, 3), "a name"]) is None
     assert told == ["the step is not captured: a batch holds something else than tensors"]
+
+
+class Counting(nn.Module):
+    """What it computes depends on how often it was called, in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.how, self.num_calls = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "count":
+            self.num_calls += 1
+        elif self.how == "random":
+            random.random()
+        elif self.how == "numpy":
+            np.random.rand()
+        logits: Tensor = self.inner(x) * (1 + 1e-6 * self.num_calls)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("count", "what Python keeps: num_calls"),
+        ("random", "what Python keeps: Python's random numbers"),
+        ("numpy", "what Python keeps: NumPy's random numbers"),
+        ("not", ""),
+    ],
+)
+def test_a_model_whose_python_would_be_missed_is_not_captured(how: str, reason: str) -> None:
+    job, told = toy_job(toy_recipe(model=lambda: Counting(how))), list[str]()
+    towers = Towers(
+        job.make_replicas(2),
+        [CPU, CPU],
+        make_recorder=lambda device: Pretender(),
+        tell=told.append,
+    )
+    for _ in range(3):
+        towers.compute(job.recipe.loss, towers.deal(toy_data(20)))
+        towers.take_gradient([torch.zeros_like(towers.landing)])
+    assert len(told) == (2 if reason else 0) and all(reason in line for line in told)
+
+
+def test_what_a_recording_left_undone_is_not_in_the_next_gradient() -> None:
+    failing = [False]
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        found = cross_entropy(model, batch)
+        if failing[0]:
+            model[0].weight.register_hook(lambda gradient: 1 / 0 if failing[0] else None)
+            found.register_hook(lambda gradient: None)
+        return found
+
+    class Interrupted(Recorder):
+        def record(
+            self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
+        ) -> tuple[Callable[[], None], T]:
+            failing[0] = True
+            try:
+                work()
+            except ZeroDivisionError as error:
+                raise RuntimeError("broken off") from error
+            finally:
+                failing[0] = False
+            raise AssertionError
+
+    job, gradients = toy_job(), list[Tensor]()
+    for recorder in (None, Interrupted()):
+        towers = Towers(
+            job.make_replicas(2), [CPU, CPU], make_recorder=lambda device, r=recorder: r
+        )
+        gradient = torch.zeros_like(towers.landing)
+        for _ in range(2):
+            towers.compute(loss, towers.deal(toy_data(20)))
+            towers.take_gradient([gradient])
+        gradients.append(gradient)
+    assert torch.equal(*gradients)
 
 
 def noisy(batch: Any, generator: torch.Generator) -> Any:

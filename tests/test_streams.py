@@ -83,7 +83,7 @@ def test_the_servers_are_on_the_cpu_where_workers_share_no_gpu() -> None:
     assert toy_job(workers=2, engine="inproc").server_device == CPU
     assert toy_job(workers=2, engine="inproc").layout(0).device == CPU
     with pytest.raises(ConfigError, match="the servers cannot be on cuda"):
-        assert toy_job(workers=2, server_device="cuda").server_device
+        toy_job(workers=2, server_device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -164,13 +164,7 @@ class Job:
     def server_device(self) -> torch.device:
         """Where the servers keep parameters and slots: on the GPU that all workers share, if they
         are threads of one process with it."""
-        where = self.config.server_device
-        shared = None if where == "cpu" else self._shared_gpu()
-        if shared is None and where != "cpu" and where != AUTO:
-            raise ConfigError(
-                f"the servers cannot be on {where}: that takes workers that are threads of one "
-                f"process (--engine inproc) and compute on one GPU, one each"
-            )
+        shared = None if self.config.server_device == "cpu" else self._shared_gpu()
         return shared or CPU
 
     def _shared_gpu(self) -> torch.device | None:
@@ -344,6 +338,7 @@ class Job:
                 for rank in range(config.workers)
             ],
             "threads": config.threads,
+            "server_device": str(self.server_device),
             "feed": self.recipe.feed,
             "ema": self.recipe.ema,
             "eval_every": config.eval_every,
@@ -443,6 +438,11 @@ def make_job(
         and not config.chosen.kind.in_rounds,
     )
     job = dataclasses.replace(_cut(config, recipe, manifest, facts), train=train, test=test)
+    if config.server_device == "cuda" and job.server_device == CPU:
+        raise ConfigError(
+            "the servers cannot be on cuda: that takes workers that are threads of one process "
+            "(--engine inproc) and compute on one GPU, one each"
+        )
     total = job.total_updates_after(checkpoint)
     # a schedule that needs a length, or takes other arguments, says so now
     _from_recipe("schedule", lambda: float(recipe.schedule(0, total)))
