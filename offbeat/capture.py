@@ -14,6 +14,7 @@ so is a recording that gives another gradient than the step it was made of.
 import contextlib
 import random
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ SEEN_BEFORE = 2
 CLOSE = 1e-3
 """How far a replayed gradient may be from the one it was made of, relative to its norm: kernels
 that add up in any order differ by less, and what was left out of a recording by far more."""
+
+STILL = "_offbeat_still"
+"""An attribute of tensors that a recording fills anew each time: another one may read them where
+they lie."""
 
 T = TypeVar("T")
 Parts = Callable[[T], tuple[list[Tensor], Any]]
@@ -54,39 +59,33 @@ class Recorder(ABC):
 
 class Recordings:
     """torch records once at a time in a process; and while it does nobody else may draw from the
-    GPU's generator, which all threads share."""
+    GPU's generator, which all threads share. So every thread that does has a gate, a lock of its
+    own that costs next to nothing, and whoever records closes all of them."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_steps = 0
-        self._is_recording = False
+        self._recording = threading.RLock()
+        self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+
+    def make_gate(self) -> "Gate":
+        with self._recording:
+            gate = Gate()
+            self._gates.add(gate)
+        return gate
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_recording)
-            self._is_recording = True
-            self._changed.wait_for(lambda: not self._num_steps)
-        try:
+        """By a thread that is in no gate."""
+        with self._recording, contextlib.ExitStack() as closed:
+            for gate in list(self._gates):
+                closed.enter_context(gate.lock)
             yield
-        finally:
-            with self._changed:
-                self._is_recording = False
-                self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def none(self) -> Iterator[None]:
-        """In it, for any number of threads, nobody records."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_recording)
-            self._num_steps += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_steps -= 1
-                if not self._num_steps:
-                    self._changed.notify_all()
+
+class Gate:
+    """In it, as `with gate.lock`, nobody records."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
 
 RECORDINGS = Recordings()
@@ -133,7 +132,7 @@ def make_recorder(device: torch.device) -> Recorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Recording(Generic[T]):
     batch: Batch
     """Where the next batch is put before it is replayed."""
@@ -147,7 +146,7 @@ class Captured(Generic[T]):
     statistics), which a recording is to leave as they were; `mark_random` returns what makes the
     next one draw the same random numbers again as the next one now would. `state` is what Python
     keeps from one time to the next, such as a count of steps: a replay runs no Python, and would
-    leave it as it is."""
+    leave it as it is. `gate`: of the thread that uses this."""
 
     def __init__(
         self,
@@ -158,6 +157,7 @@ class Captured(Generic[T]):
         parts: Parts[T],
         mark_random: Callable[[], Callable[[], None]],
         tell: Callable[[str], None],
+        gate: Gate,
         buffers: Callable[[], list[Tensor]] = list,
         state: Callable[[], Mapping[str, Any]] = dict,
         generators: Sequence[torch.Generator] = (),
@@ -168,6 +168,7 @@ class Captured(Generic[T]):
         self._parts = parts
         self._mark_random = mark_random
         self._tell = tell
+        self._gate = gate
         self._buffers = buffers
         self._state = state
         self._generators = generators
@@ -178,16 +179,18 @@ class Captured(Generic[T]):
 
     def replay(self, batch: Batch) -> T | None:
         """What the work on this batch comes to; None: it is to be done anew."""
-        if self._is_given_up:
-            return None
-        shape = _shape_of(batch)
-        if self._recording is None and self._is_due(shape):
-            self._record(batch, shape)
         recording = self._recording
-        if recording is None or shape != self._shape:
-            return None
-        _fill(recording.batch, batch)
-        with RECORDINGS.none():
+        if recording is None or batch is not recording.batch:  # which is in its place already
+            if self._is_given_up:
+                return None
+            shape = _shape_of(batch)
+            if recording is None and self._is_due(shape):
+                self._record(batch, shape)
+                recording = self._recording
+            if recording is None or shape != self._shape:
+                return None
+            _fill(recording.batch, batch)
+        with self._gate.lock:
             recording.replay()
         return recording.result
 
@@ -212,13 +215,14 @@ class Captured(Generic[T]):
 
     def _try_to_record(self, batch: Batch, rewind: Callable[[], None]) -> _Recording[T]:
         """Raises a RuntimeError where what is replayed is not what was recorded."""
-        still = map_tensors(batch, torch.clone)
+        still = batch if _is_still(batch) else map_tensors(batch, torch.clone)
 
         def work() -> T:
             return self._work(still)
 
+        given = map_tensors(batch, torch.clone)
         replay, result = self._recorder.record(work, self._generators)
-        with RECORDINGS.none():
+        with self._gate.lock:
             rewind()
             before = {**self._state(), **_python_random()}
             tensors, rest = self._parts(work())
@@ -228,7 +232,7 @@ class Captured(Generic[T]):
             found, found_rest = self._parts(result)
             for tensor in found:
                 tensor.zero_()
-            _fill(still, batch)  # of which a part may be in the result as it is
+            _fill(still, given)  # of which a part may be in the result as it is
             replay()
         if changed:
             raise RuntimeError(f"it depends on what Python keeps: {', '.join(changed)}")
@@ -255,7 +259,12 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 def _fill(still: Batch, batch: Batch) -> None:
     for target, source in zip(leaves(still), leaves(batch), strict=True):
-        target.copy_(source, non_blocking=True)
+        if target is not source:
+            target.copy_(source, non_blocking=True)
+
+
+def _is_still(batch: Batch) -> bool:
+    return all(hasattr(leaf, STILL) for leaf in leaves(batch))
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
@@ -264,8 +273,8 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
 
 
 class CapturedAugment:
-    """A recipe's augmentation on one device, replayed where that can be done. What it draws is a
-    function of the seed, either way."""
+    """A recipe's augmentation on one device, and what else makes a batch there, replayed where that
+    can be done. What it draws is a function of the seed, either way."""
 
     def __init__(
         self,
@@ -278,6 +287,8 @@ class CapturedAugment:
         self._device = device
         self._generator = torch.Generator(device)
         self._captured: Captured[Batch] | None = None
+        self._is_told = False
+        """Whether its batches say that they are always the same memory."""
         if recorder is not None:
             self._captured = Captured(
                 "the augmentation",
@@ -286,6 +297,7 @@ class CapturedAugment:
                 parts=lambda batch: (list(leaves(batch)), None),
                 mark_random=self._mark_random,
                 tell=tell,
+                gate=RECORDINGS.make_gate(),
                 generators=[self._generator],
             )
 
@@ -293,7 +305,13 @@ class CapturedAugment:
         """The batch to train on; its memory is used again for the next one."""
         self._generator.manual_seed(seed)
         replayed = None if self._captured is None else self._captured.replay(batch)
-        return self._anew(batch) if replayed is None else replayed
+        if replayed is None:
+            return self._anew(batch)
+        if not self._is_told:
+            self._is_told = True
+            for leaf in leaves(replayed):
+                setattr(leaf, STILL, True)
+        return replayed
 
     def _anew(self, batch: Batch) -> Batch:
         # what it makes without saying where is on the device too; asked for at every call of

@@ -119,7 +119,6 @@ class Shard:
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
         self.updaters: list[Updater] = []
-        self._on_device = params.device.type != "cpu"
         self._first_version = 0
         self._optimizer_state: dict[str, Tensor] = {}
         self.tickets = itertools.count(1)
@@ -174,21 +173,24 @@ class Shard:
         """Copy the parameters and buffers out; returns their version, and whether they mix
         versions.
 
-        Mixed is what a lock-free read may be: an update was under way while it was taken. On a
-        device, at least when it was told to take it: one by another updater than the reader's
-        `own`, whose stream keeps the order.
+        Mixed is what a lock-free read may be: an update was under way while it was taken; on a
+        device, when it was told to take it. There what the reader's `own` updater was told is in,
+        since its stream keeps the order, and of the others' what the device has done.
         """
-        version = self.version
-        under_way = self._on_device and self._is_busy(own)
+        version = self.version if own is None else self._version_before(own)
         params.copy_(self.params)
         if self.floats.numel():
             floats.copy_(self.floats)
         if self.ints.numel():
             ints.copy_(self.ints)
-        return version, under_way or self.version_begun > version
+        return version, self.version_begun > version
 
-    def _is_busy(self, own: "Updater | None") -> bool:
-        return any(not u.mark.is_reached() for u in self.updaters if u is not own)
+    def _version_before(self, own: "Updater") -> int:
+        version = self._first_version + own.num_finished
+        for updater in self.updaters:
+            if updater is not own:
+                version += updater.num_done
+        return version
 
     def state(self, accounts: Accounts) -> ShardState:
         """A copy of everything, beside the accounts of what is in it; taken while no update is
@@ -255,6 +257,12 @@ class Updater:
         self.mark.set()
         self.num_finished += 1
         return version
+
+    @property
+    def num_done(self) -> int:
+        """Of the finished ones those that the device has done: only the last may be under way,
+        since its worker waits for the device before it pushes again."""
+        return self.num_finished - (not self.mark.is_reached())
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The state that torch keeps per Parameter, as `optimizer.NAME` over the slice.

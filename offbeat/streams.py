@@ -37,6 +37,9 @@ class Mark:
         """Whether the device has done all that comes before it."""
         return True
 
+    def wait(self) -> None:
+        """Until it has."""
+
 
 NO_MARK = Mark()
 
@@ -53,6 +56,9 @@ class CudaMark(Mark):
 
     def is_reached(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class Streams(ABC):

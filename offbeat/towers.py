@@ -8,8 +8,9 @@ gradients back.
 
     towers = Towers([model], [torch.device("cuda:0")], amp=False)
     parts = towers.deal(batch)              # each tower's part of it, on its device
-    loss = towers.compute(recipe.loss, parts)
+    towers.compute(recipe.loss, parts)
     towers.take_gradient([slot.values])     # the mean over all examples
+    loss, is_usable = towers.wait()         # up to here devices were only told what to do
     towers.refresh()                         # the servers' replies have arrived in `landing`
 """
 
@@ -24,13 +25,15 @@ from offbeat.capture import RECORDINGS, Captured, Recorder
 from offbeat.data.batches import Batch, batch_length, map_tensors
 from offbeat.errors import ConfigError, RecipeError
 from offbeat.flat import FlatModel
+from offbeat.reading import Reading
+from offbeat.shard import usable
 from offbeat.streams import Scope, make_streams
 from offbeat.transport.staging import Staging, make_staging
 
 CPU = torch.device("cpu")
 _SAME: Scope = contextlib.nullcontext()
 Result = tuple[Tensor, list[bool]]
-"""A loss, still on its device, and which tensors got a gradient."""
+"""A loss, on its device, and which tensors got a gradient."""
 Loss = Callable[[nn.Module, Batch], Tensor]
 Parts = list[tuple[float, Batch]]
 """For each tower its share of the examples, and what of the batch it computes on."""
@@ -89,7 +92,9 @@ class Towers:
         """Parameters arrive in the model's own."""
         self._gathers = not (self._is_plain and slot_device == CPU)
         """Gradients are gathered in memory that is the same every time."""
-        self._no_recording = RECORDINGS.none if self._gpus else contextlib.nullcontext
+        self._gate = RECORDINGS.make_gate()
+        self._losses: list[Tensor] = []
+        """Of the towers that had examples, each times its share of them."""
         self._weights: list[float] = []
         self._make_recorder = make_recorder
         self._tell = tell
@@ -97,6 +102,9 @@ class Towers:
         """Each tower's; None before the first step."""
         self._taken: list[list[bool] | None] = [None for _ in self.models]
         """Which tensors got a gradient that a captured step has taken from them already."""
+        self._slices: Sequence[Tensor] = ()
+        """Where the last gradient was written."""
+        self._reading = Reading(self.devices[0]) if self._gathers else None
         self._staging = staging or make_staging(self.devices, slot_device)
         if self._is_plain and slot_device == CPU:
             self.landing = self.model.params
@@ -111,6 +119,11 @@ class Towers:
     @property
     def first_device(self) -> torch.device:
         return self.devices[0]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether devices compute while this thread goes on, until it waits for them."""
+        return bool(self._gpus)
 
     def in_stream(self) -> Scope:
         """For the thread that uses the towers: so that several workers on one GPU get on at the
@@ -191,13 +204,13 @@ class Towers:
             for lo, hi, device in zip(cuts[:-1], cuts[1:], self.devices, strict=True)
         ]
 
-    def compute(self, loss: Loss, parts: Parts, *, eagerly: bool = False) -> float:
-        """The mean loss over all parts; the next to be called is `take_gradient`. `eagerly`: no
+    def compute(self, loss: Loss, parts: Parts, *, eagerly: bool = False) -> None:
+        """Loss and gradient of each part; the next to be called is `take_gradient`. `eagerly`: no
         captured step is replayed, and the gradients can be looked at in the parameters."""
         if self._captured is None:
             self._captured = [self._capture(number, loss) for number in range(len(self.models))]
         self._weights = [weight for weight, _ in parts]
-        found: list[Tensor] = []
+        self._losses = []
         for number, (weight, part) in enumerate(parts):
             self._taken[number] = None
             if not weight:
@@ -206,10 +219,13 @@ class Towers:
             if captured is not None and (replayed := captured.replay(part)) is not None:
                 value, self._taken[number] = replayed
             else:
-                with self._no_recording():
+                with self._gate.lock:
                     value = self._compute_one(self.models[number], loss, part)
-            found.append(value if weight == 1.0 else value * weight)
-        return float(sum(value.item() for value in found))
+            self._losses.append(value if weight == 1.0 else value * weight)
+
+    def loss(self) -> float:
+        """The mean over all parts. This waits for it."""
+        return float(sum(value.item() for value in self._losses))
 
     def _compute_one(self, model: FlatModel, loss: Loss, part: Batch) -> Tensor:
         """Its loss; the gradient stays in the parameters."""
@@ -224,11 +240,15 @@ class Towers:
         if recorder is None:
             return None
         model, gradient = self.models[number], self._gradients[number]
+        reading = self._reading if len(self.models) == 1 else None
 
         def compute(part: Batch) -> Result:
             try:
                 value = self._compute_one(model, loss, part)
-                return value, model.take_gradient([gradient])
+                present = model.take_gradient([gradient])
+                if reading is not None:
+                    reading.take(value, gradient)
+                return value, present
             except BaseException:  # or the next backward pass would add to what is there
                 model.drop_gradient()
                 raise
@@ -242,12 +262,14 @@ class Towers:
             state=lambda: plain_attributes(model.module),
             mark_random=self._mark_random,
             tell=self._tell,
+            gate=self._gate,
         )
 
     def take_gradient(self, slices: Sequence[Tensor]) -> list[bool]:
         """Write the mean gradient into `slices`, which together make up the flat vector, and let go
-        of it. Returns, for each tensor, whether it got one."""
-        if not self._gathers:
+        of it. Returns, for each tensor, whether it got one. The next to be called is `wait`."""
+        self._slices = slices
+        if self._reading is None:
             return self.model.take_gradient(slices)
         present = [
             model.take_gradient([gradient]) if taken is None else taken
@@ -261,12 +283,25 @@ class Towers:
             for weight, gradient in zip(self._weights[1:], self._gradients[1:], strict=True):
                 if weight:
                     total.add_(gradient.to(total.device, non_blocking=True), alpha=weight)
+        if len(self.models) > 1 or self._taken[0] is None:
+            loss = torch.stack([value.to(total.device) for value in self._losses]).sum()
+            self._reading.take(loss, total)
         lo = 0
         for piece in slices:
             self._staging.download(total[lo : lo + piece.numel()], piece)
             lo += piece.numel()
-        self._staging.done()
+        self._reading.sent()
+        if len(present) == 1:
+            return present[0]
         return [any(column) for column in zip(*present, strict=True)]
+
+    def wait(self) -> tuple[float, bool]:
+        """Until the gradient is in its slices. The mean loss over all parts, and whether an
+        optimizer can work with the gradient."""
+        if self._reading is None:
+            return self.loss(), all(map(usable, self._slices))
+        self._staging.done()
+        return self._reading.wait()
 
     def _precision(self, model: FlatModel) -> contextlib.AbstractContextManager[Any]:
         if not self._amp:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import offbeat
 from offbeat.capture import (
     NUM_WARM_UP,
+    RECORDINGS,
     Captured,
     CapturedAugment,
     Recorder,
@@ -82,6 +83,7 @@ def squares(recorder: Recorder) -> tuple[Captured[Result], Tensor, list[str], li
         buffers=lambda: [counter],
         mark_random=lambda: lambda: None,
         tell=told.append,
+        gate=RECORDINGS.make_gate(),
     )
     return steps, gradient, told, [counter]
 
@@ -262,8 +264,11 @@ def train_towers(
         start, count = step % 4 * 50, 30 if step % 4 == 3 else 50
         batch = (inputs[start : start + count], labels[start : start + count])
         towers.seed(step)
-        losses.append(towers.compute(job.recipe.loss, towers.deal(batch)))
+        towers.compute(job.recipe.loss, towers.deal(batch))
         towers.take_gradient([gradient])
+        loss, is_usable = towers.wait()
+        assert is_usable
+        losses.append(loss)
         towers.write_buffers(floats, ints)
         towers.landing.sub_(gradient, alpha=0.2)
         towers.refresh()
@@ -318,10 +323,11 @@ def test_one_tower_on_the_cpu_records_nothing() -> None:
 
 def test_a_recording_waits_for_steps_and_steps_for_a_recording() -> None:
     recordings, order = Recordings(), list[str]()
+    gate, other = recordings.make_gate(), recordings.make_gate()
     in_step, go_on = threading.Event(), threading.Event()
 
     def step() -> None:
-        with recordings.none():
+        with gate.lock:
             in_step.set()
             assert go_on.wait(20)
             order.append("step")
@@ -336,7 +342,7 @@ def test_a_recording_waits_for_steps_and_steps_for_a_recording() -> None:
     in_threads(step, record)
     go_on_later.join()
     assert order == ["step", "recording"]
-    with recordings.none(), recordings.none():
+    with gate.lock, other.lock:
         pass
 
 

@@ -21,7 +21,7 @@ LAYERS = [
     ["roles", "report"],
     ["run"],
     ["capture", "data", "recipes", "towers", "transport"],
-    ["flat", "layers", "memory", "optim", "randomness", "rules", "shard", "streams"],
+    ["flat", "layers", "memory", "optim", "randomness", "reading", "rules", "shard", "streams"],
     ["accounts", "config", "disciplines", "errors", "importing", "ledger", "plugins", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError
+from offbeat.rules import Gradient
 from offbeat.streams import NO_MARK, CpuStreams, Mark, make_mark, make_streams
 from offbeat.towers import CPU
 from offbeat.transport import base
@@ -64,19 +65,21 @@ def test_a_worker_orders_its_work_after_every_reply(
 
 def test_a_lock_free_reply_is_mixed_while_another_ones_update_is_under_way() -> None:
     shard = toy_job(discipline="lock-free", workers=2).make_shard(0)
-    shard._on_device = True
     mine, other = shard.make_updater(shared=True), shard.make_updater(shared=True)
     slot = Slot.allocate(Layout(len(shard.params), 1))
+    for updater in (mine, other):
+        updater.apply([Gradient(torch.zeros_like(shard.params))])
 
     class Pending(Mark):
         def is_reached(self) -> bool:
             return False
 
-    for updater, mixed in ((None, False), (mine, False), (other, True)):
+    for updater, found in ((None, (2, False)), (mine, (2, False)), (other, (1, True))):
         mine.mark = other.mark = NO_MARK
         if updater is not None:
             updater.mark = Pending()
-        assert shard.read(slot.values, slot.floats, slot.ints, mine) == (0, mixed)
+        assert shard.read(slot.values, slot.floats, slot.ints, mine) == found
+    assert shard.version == 2
 
 
 def test_the_servers_are_on_the_cpu_where_workers_share_no_gpu() -> None:

@@ -121,11 +121,29 @@ def test_a_batch_of_fewer_examples_than_towers_is_dealt_out(staging: str) -> Non
     towers.compute(job.recipe.loss, parts)
     found = torch.empty(job.manifest.num_elements)
     assert all(towers.take_gradient([found]))
+    loss, is_usable = towers.wait()
     alone = Towers([job.make_model()], [CPU])
     alone.compute(job.recipe.loss, alone.deal((x, y)))
     expected = torch.empty_like(found)
     alone.take_gradient([expected])
+    assert (pytest.approx(loss), is_usable) == alone.wait()
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e20])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gradient_that_no_optimizer_can_work_with_is_found_out(bad: float, count: int) -> None:
+    job = toy_job()
+    towers = Towers([job.make_model() for _ in range(count)], [CPU] * count)
+    gradient = torch.empty(job.manifest.num_elements)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return (model[0].weight * batch[0].mean()).sum()
+
+    for value, is_usable in ((1.0, True), (bad, False)):
+        towers.compute(loss, towers.deal((torch.full((4, 6), value), torch.zeros(4))))
+        towers.take_gradient([gradient])
+        assert towers.wait()[1] == is_usable
 
 
 def test_buffers_of_towers_are_averaged(staging: str) -> None:

@@ -54,9 +54,19 @@ class Source(ABC):
     num_examples: int | None
     """None: not known before the end is reached."""
 
-    @abstractmethod
+    device = torch.device("cpu")
+    """Where batches are made."""
+
     def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
         """One pass of a worker over its share, beginning with batch number `first`."""
+        return map(self.finished, self.drafts(share, epoch, first))
+
+    @abstractmethod
+    def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Any]:
+        """What `finished` makes each batch of such a pass of."""
+
+    def finished(self, draft: Any) -> Batch:
+        return draft
 
     def on(self, device: torch.device) -> "Source":
         """The same, with that device's memory where it fits."""
@@ -71,21 +81,21 @@ class _Indexed(Source):
     """Data whose examples can be asked for by number."""
 
     num_examples: int
-    device = torch.device("cpu")
-    """Where examples lie, and are asked for."""
 
     @abstractmethod
     def gather(self, indices: Tensor) -> Batch:
         """The batch of these examples."""
 
-    def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
+    def finished(self, draft: Tensor) -> Batch:
+        return self.gather(draft)
+
+    def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Tensor]:
         shuffled = make_generator(share.seed, "shares")
         part = torch.randperm(self.num_examples, generator=shuffled)[share.part]
         own = make_generator(share.seed, "order", share.rank, epoch)
         order = torch.randperm(len(part), generator=own)
         mine = part[order].to(self.device)
-        for indices in torch.split(mine, share.batch_size)[first:]:
-            yield self.gather(indices)
+        yield from torch.split(mine, share.batch_size)[first:]
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         for indices in torch.split(torch.arange(self.num_examples), batch_size):
@@ -140,7 +150,7 @@ class _IterableStyle(Source):
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
 
-    def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
+    def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Streams cannot be shuffled: without disjoint shares every worker sees the same order."""
         part = share.part
         examples = itertools.islice(self._dataset, part.start, part.stop, part.step)

@@ -32,7 +32,8 @@ class InprocEngine(ThreadEngine):
     ) -> None:
         """`incarnation` is new to the run's checkpoints, where there are any."""
         super().__init__(job, folder, display, clock)
-        listeners = [InprocListener() for _ in job.slices]
+        on_gpu = job.server_device.type != "cpu"
+        listeners = [InprocListener(attended=on_gpu) for _ in job.slices]
         make_context = functools.partial(
             Context,
             job=job,

@@ -27,7 +27,6 @@ from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
-from offbeat.shard import usable
 from offbeat.transport.base import (
     Network,
     PushHeader,
@@ -182,16 +181,15 @@ class Exchange:
         slot = self._links[0].reply_slot
         return slot.floats, slot.ints
 
-    def push(self, step: int, present: Sequence[bool]) -> None:
+    def push(self, step: int, present: Sequence[bool], *, void: bool = False) -> None:
         """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one.
-        An unusable gradient goes to none of them, or a shard without the bad element would take
-        half of it."""
+        `void`: it is unusable, and goes to none of them, or a shard without the bad element would
+        take half of it."""
         slots = self.gradient_slots
         masked = not all(present)
         if masked:
             for slot in slots:
                 slot.mask.copy_(torch.tensor(present, dtype=torch.uint8))
-        void = not all(usable(slot.values) for slot in slots)
         self._pushed = [
             PushHeader(
                 self._rank,

@@ -38,6 +38,11 @@ class Session:
     awaits_reply: bool = False
     is_finished: bool = False
     """The worker has said that its work is done."""
+    is_gone: bool = False
+    """The worker has left, or was sent away."""
+    attended: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the worker's thread while it deals with a push, so that it does not leave meanwhile;
+    before any other lock."""
     applying: threading.Lock = field(default_factory=threading.Lock)
     """Lock-free, held while its gradient goes in and is written down: by nobody else but who takes
     a snapshot, for which everybody stands still a moment."""
@@ -53,7 +58,6 @@ class Session:
             header.epoch,
             now,
         )
-        self.awaits_reply = True
         slot = self.end.gradient_slot(header)
         # on a device the worker, of the same process, has looked at it, and nobody waits again
         if header.void or not (slot.is_on_device or usable(slot.values)):

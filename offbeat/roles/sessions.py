@@ -4,7 +4,8 @@ One thread per worker (its session) receives that worker's pushes and sends its 
 be done the ledger says (ledger.py), and here it is carried out. Under the shard's lock: decide,
 apply, copy the parameters into the reply slots. Outside it: sending, each session to its own
 worker, so that a slow reader delays nobody. The lock-free discipline runs the same code with no
-lock and an updater per session. Used by roles/server.py:
+lock and an updater per session. Where a transport has it so (Attendant), the worker's own thread
+does what the session's would. Used by roles/server.py:
 
     sessions = Sessions(shard, Ledger(Sync(range(2))), index=0, ...)
     sessions.load(state)
@@ -24,7 +25,7 @@ from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
 from offbeat.roles.session import Session
 from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
-from offbeat.streams import Scope, make_streams
+from offbeat.streams import NO_MARK, Scope, make_mark, make_streams
 from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
 
 POLL_S = 0.2
@@ -70,8 +71,9 @@ class Sessions:
         )
         self._is_large = shard.params.numel() >= CHECKED_UNLOCKED_FROM
         self._streams = make_streams(shard.params.device)
-        self._in_stream = self._streams.new()
-        """One stream keeps the updates in the order in which they were decided on."""
+        self._turn = make_mark(shard.params.device) if self._is_locked else NO_MARK
+        """After what was last told to be done to the shard: every thread has a stream of its own,
+        and a device does it in the order in which it was decided on."""
         self._membership = threading.Condition()
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
@@ -79,7 +81,7 @@ class Sessions:
 
     def in_stream(self) -> Scope:
         """For every thread of the server: where its work on the shard goes."""
-        return self._in_stream() if self._is_locked else self._streams.new()()
+        return self._streams.new()()
 
     # -- for the server ------------------------------------------------------------------------
 
@@ -138,8 +140,10 @@ class Sessions:
                 return None
             with self._lock:
                 slot = end.reply_slot
+                self._turn.order()
                 version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
                 slot.mark.set()
+                self._turn.set()
                 session = self._sessions[worker] = Session(
                     end,
                     worker,
@@ -150,6 +154,7 @@ class Sessions:
                 )
                 settled, actions = self.ledger.join(worker, incarnation, self._clock())
                 self._carry_out(actions)
+        end.attend(_Attendant(self, session))
         end.welcome(WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining))
         self._log.info(
             "worker %d (incarnation %d) joined at version %d", worker, incarnation, version
@@ -177,6 +182,10 @@ class Sessions:
         self._log.info("worker %d finished", session.worker)
 
     def _leave(self, session: Session) -> None:
+        with session.attended:
+            session.is_gone = True
+            if session.awaits_reply:
+                self._give_up(session)
         with self._membership:
             try:
                 self.tell(lambda: self.ledger.leave(session.worker))
@@ -188,23 +197,32 @@ class Sessions:
     # -- one push ------------------------------------------------------------------------------
 
     def _handle(self, session: Session, header: PushHeader) -> None:
-        """Follow a gradient: decide, apply and reply in the discipline's order, then record it."""
+        """Follow a gradient to its end."""
+        self.take(session, header)
+        while session.awaits_reply:
+            self.await_reply(session)
+
+    def take(self, session: Session, header: PushHeader) -> None:
+        """Decide, apply and reply in the discipline's order, as far as nobody is waited for."""
         if self._is_large:
             session.begin(header, self._clock())
         with self._lock:
             if not self._is_large:
                 session.begin(header, self._clock())
             now, later = cut(self.ledger.push(session.record, self.shard.version))
+            session.awaits_reply = not (now and isinstance(now[0], Dismiss))
             self._carry_out(now)
         session.send_reply(self._clock)
         if later:
             with self._lock:
                 self._carry_out(later)
-        if session.awaits_reply:
-            self._await_reply(session)
-        self._record(session.record)
+        if not session.awaits_reply:
+            self._record(session.record)
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
+        if not actions:
+            return
+        self._turn.order()
         for action in actions:
             if isinstance(action, Apply):
                 self._apply(action.pushes)
@@ -215,6 +233,7 @@ class Sessions:
             else:
                 assert isinstance(action, Dismiss)
                 raise ConnectionClosedError(action.reason, over=True)
+        self._turn.set()
 
     def _apply(self, pushes: Sequence[Push]) -> None:
         session = self._sessions[pushes[0].worker]
@@ -259,19 +278,28 @@ class Sessions:
         )
         session.take_reply(header)
 
-    def _await_reply(self, session: Session) -> None:
-        """Wait until another session's push, a leave or a deadline answers this one."""
-        if session.reply_made is None:
-            return
+    def await_reply(self, session: Session) -> None:
+        """Wait a moment for another session's push, a leave or a deadline to answer this one."""
+        assert session.reply_made is not None, "a lock-free push is answered at once"
         with session.reply_made:
-            while session.reply is None and not self.ledger.is_closing:
+            if session.reply is None and not self.ledger.is_closing:
                 session.reply_made.wait(TICK_S)
                 self._carry_out(self.ledger.tick(self._clock()))
-                if session.reply is None and not session.end.is_open():  # killed as it waited
-                    self._carry_out(self.ledger.vanish(session.worker))
-                    break
+            is_over = self.ledger.is_closing
+            if session.reply is None and not session.end.is_open():  # killed as it waited
+                self._carry_out(self.ledger.vanish(session.worker))
+                is_over = True
         session.send_reply(self._clock)
+        if is_over and session.awaits_reply:
+            self._give_up(session)
+        elif not session.awaits_reply:
+            self._record(session.record)
+
+    def _give_up(self, session: Session) -> None:
+        """No reply will come."""
+        session.awaits_reply = False
         self.ledger.abandon(session.record)
+        self._record(session.record)
 
     def _record(self, record: PushRecord) -> None:
         if record.outcome == REJECTED:
@@ -281,3 +309,26 @@ class Sessions:
                 record.batch,
             )
         self._events.record_line(record.event_line, self._index)
+
+
+class _Attendant:
+    """For a worker whose own thread does what its session's would. What that raises goes to the
+    session's, which ends."""
+
+    def __init__(self, sessions: Sessions, session: Session) -> None:
+        self._sessions = sessions
+        self._session = session
+
+    def push(self, header: PushHeader) -> None:
+        session = self._session
+        with session.attended:
+            if not session.is_gone:
+                self._sessions.take(session, header)
+
+    def wait(self, timeout_s: float) -> bool:
+        session = self._session
+        with session.attended:
+            if session.is_gone or not session.awaits_reply:
+                return False
+            self._sessions.await_reply(session)
+        return True

@@ -3,6 +3,9 @@
     welcome -> [ loss, gradient -> push to every shard -> prepare the next batch -> await every
     reply ]* -> tell the servers that all is done -> wait for the end of the run
 
+A GPU is only told of a step, and while it computes the worker prepares the next batch and writes
+down what became of the step before.
+
 What goes to the servers and comes from them, and what to do when one goes away, is the exchange's
 (roles/exchange.py). In the midst of training the worker goes on with its next step then; one that
 was through does again what a server does not have any more, which is why it stays until the run is
@@ -42,6 +45,21 @@ class WorkerStats:
     loss: float = math.nan
 
 
+@dataclass(slots=True)
+class _Step:
+    """What there is to write down of one."""
+
+    number: int
+    epoch: int
+    num_examples: int
+    start_s: float
+    loss: float = math.nan
+    outcome: str = ""
+    computed_s: float = 0.0
+    prepared_s: float = 0.0
+    done_s: float = 0.0
+
+
 class Worker:
     """Owns its model replica and its exchange; `run` returns when its steps are done, when it is
     told to stop, or when a server says that the run is over."""
@@ -73,6 +91,7 @@ class Worker:
         self.step = 1
         """The step that is being prepared or computed, counted from 1."""
         self.stats = WorkerStats()
+        self._unwritten: _Step | None = None
         self._exchange = Exchange(
             job,
             rank,
@@ -119,66 +138,84 @@ class Worker:
         device = self.towers.first_device
         batches = self.job.batches(self.rank, self.step - 1, device, self.log.warning)
         self._take_in()
+        is_told = self.towers.is_told
         upcoming = next(batches, None)
         prepare_s = 0.0
-        while upcoming is not None:
-            if self._stop.is_set() or self._exchange.is_last:
-                return False
-            self._faults.begin(self.step)
-            epoch, batch = upcoming
-            start_s = self._clock()
-            loss = self._compute_watched(batch)
-            self._faults.computed(start_s, prepare_s)
-            computed_s = self._clock()
-            self._push()
-            upcoming = next(batches, None)  # prepared while the exchange is under way
-            prepared_s = self._clock()
-            prepare_s = prepared_s - computed_s
-            outcome = self._exchange.await_all()
-            self._take_in()
-            self._account(batch, loss)
-            if self._say is not None:
-                self._log_step(self._say, epoch, loss, start_s)
-            self._events.record_line(
-                _step_line,
-                self.rank,
-                self.step,
-                epoch,
-                loss,
-                batch_length(batch),
-                outcome,
-                start_s,
-                computed_s,
-                prepared_s,
-                self._clock(),
-            )
-            self.step += 1
+        try:
+            while upcoming is not None:
+                if self._stop.is_set() or self._exchange.is_last:
+                    return False
+                self._faults.begin(self.step)
+                epoch, batch = upcoming
+                step = _Step(self.step, epoch, batch_length(batch), self._clock())
+                self._compute_watched(batch)
+                present = self._take_gradient()
+                self._write_down()
+                if is_told:
+                    upcoming = next(batches, None)  # prepared while a device computes
+                step.loss, is_usable = self.towers.wait()
+                self._check_loss(step.loss, batch)
+                self._faults.computed(step.start_s, prepare_s)
+                step.computed_s = self._clock()
+                self._exchange.push(self.step, present, void=not is_usable)
+                if not is_told:
+                    upcoming = next(batches, None)  # prepared while the exchange is under way
+                step.prepared_s = self._clock()
+                prepare_s = step.prepared_s - step.computed_s
+                step.outcome = self._exchange.await_all()
+                self._take_in()
+                step.done_s = self._clock()
+                self._unwritten = step
+                if not is_told:
+                    self._write_down()
+                self.step += 1
+        finally:
+            self._write_down()
         return True
 
-    def _compute_watched(self, batch: Batch) -> float:
+    def _write_down(self) -> None:
+        """What became of the last step, unless that is done already."""
+        step, self._unwritten = self._unwritten, None
+        if step is None:
+            return
+        self.stats.num_steps += 1
+        self.stats.num_examples += step.num_examples
+        self.stats.loss = step.loss
+        if self._say is not None:
+            self._log_step(self._say, step)
+        self._events.record_line(_step_line, self.rank, step)
+
+    def _compute_watched(self, batch: Batch) -> None:
         if self._summaries is None:
-            return self._compute(batch)
+            self._compute(batch)
+            return
         version = self._exchange.versions[0]
         with self._summaries.watching(self.towers.model.module, version) as looks_on:
-            loss = self._compute(batch, eagerly=looks_on)
-        self._summaries.computed(self.towers.model, version, loss)
-        return loss
+            self._compute(batch, eagerly=looks_on)
+        self._summaries.computed(self.towers.model, version, self.towers.loss)
 
-    def _compute(self, batch: Batch, *, eagerly: bool = False) -> float:
-        """Loss and gradient of one batch; the gradient stays with the towers."""
+    def _compute(self, batch: Batch, *, eagerly: bool = False) -> None:
+        """Loss and gradient of one batch, which stay with the towers."""
         if self.step % IDENTITY_CHECK_EVERY == 1:
             self.towers.check_identity()
         if self._seeds_torch:
             self.towers.seed(make_seed(self.job.config.seed, "forward", self.rank, self.step))
-        parts = self.towers.deal(batch)
-        loss = self.towers.compute(self.job.recipe.loss, parts, eagerly=eagerly)
+        self.towers.compute(self.job.recipe.loss, self.towers.deal(batch), eagerly=eagerly)
+
+    def _check_loss(self, loss: float, batch: Batch) -> None:
         if not math.isfinite(loss):
+            if self.towers.is_told:  # the next one may have been put into its place
+                batch = self._make_again()
             raise NonFiniteLossError(
                 f"the loss became {loss} in worker {self.rank} at step {self.step}; "
                 f"{self._likely_reason(batch)}. The state before it is kept in the run's last "
                 f"checkpoint."
             )
-        return loss
+
+    def _make_again(self) -> Batch:
+        """The batch of this step."""
+        device = self.towers.first_device
+        return next(self.job.batches(self.rank, self.step - 1, device))[1]
 
     def _likely_reason(self, batch: Batch) -> str:
         """Why a loss is not finite, and the remedy. Parameters come first: where they have run
@@ -196,11 +233,12 @@ class Worker:
             "parameters are finite"
         )
 
-    def _push(self) -> None:
+    def _take_gradient(self) -> list[bool]:
+        """Into the slots, with the buffers; which tensors have one."""
         slots = self._exchange.gradient_slots
         present = self.towers.take_gradient([slot.values for slot in slots])
         self.towers.write_buffers(slots[0].floats, slots[0].ints)
-        self._exchange.push(self.step, present)
+        return present
 
     def _take_in(self) -> None:
         """Let the model show what the servers sent."""
@@ -209,29 +247,22 @@ class Worker:
             self.log.warning("put back into place: %s", ", ".join(moved))
         self.towers.read_buffers(*self._exchange.buffers)
 
-    def _account(self, batch: Batch, loss: float) -> None:
-        self.stats.num_steps += 1
-        self.stats.num_examples += batch_length(batch)
-        self.stats.loss = loss
-
-    def _log_step(
-        self, say: Callable[[str], None], epoch: int, loss: float, start_s: float
-    ) -> None:
+    def _log_step(self, say: Callable[[str], None], step: _Step) -> None:
         if self.stats.num_steps == 1:
-            self._said = (start_s, 0, 0)
-        if self.step % self.job.config.log_every:
+            self._said = (step.start_s, 0, 0)
+        if step.number % self.job.config.log_every:
             return
         stats, (since_s, steps, examples) = self.stats, self._said
         now_s = self._clock()
         time_s = max(now_s - since_s, 1e-9)
         num_batches = self.job.batches_per_epoch(self.rank)
         log = StepLog(
-            step=self.step,
+            step=step.number,
             version=self._exchange.versions[0],
-            epoch=epoch + 1,
-            batch=(self.step - 1) % num_batches + 1 if num_batches else self.step,
+            epoch=step.epoch + 1,
+            batch=(step.number - 1) % num_batches + 1 if num_batches else step.number,
             num_batches=num_batches,
-            loss=loss,
+            loss=step.loss,
             examples_per_s=(stats.num_examples - examples) / time_s,
             step_s=time_s / max(1, stats.num_steps - steps),
         )
@@ -239,22 +270,12 @@ class Worker:
         self._said = (now_s, stats.num_steps, stats.num_examples)
 
 
-def _step_line(
-    worker: int,
-    step: int,
-    epoch: int,
-    loss: float,
-    examples: int,
-    outcome: str,
-    start_s: float,
-    computed_s: float,
-    prepared_s: float,
-    done_s: float,
-) -> str:
+def _step_line(worker: int, step: _Step) -> str:
     """A step's event. There are many, so that it is not put together by json."""
     return (
-        f'{{"kind": "step", "worker": {worker}, "step": {step}, "epoch": {epoch}, '
-        f'"loss": {loss!r}, "examples": {examples}, "outcome": "{outcome}", '
-        f'"start_s": {start_s:.6f}, "compute_s": {computed_s - start_s:.6f}, '
-        f'"prepare_s": {prepared_s - computed_s:.6f}, "exchange_s": {done_s - prepared_s:.6f}}}'
+        f'{{"kind": "step", "worker": {worker}, "step": {step.number}, "epoch": {step.epoch}, '
+        f'"loss": {step.loss!r}, "examples": {step.num_examples}, "outcome": "{step.outcome}", '
+        f'"start_s": {step.start_s:.6f}, "compute_s": {step.computed_s - step.start_s:.6f}, '
+        f'"prepare_s": {step.prepared_s - step.computed_s:.6f}, '
+        f'"exchange_s": {step.done_s - step.prepared_s:.6f}}}'
     )

@@ -261,15 +261,28 @@ class Job:
             return made
         return prepared_ahead(in_this_stream(made, device), NUM_AHEAD)
 
-    def _make_augment(
-        self, device: torch.device, tell: Callable[[str], None]
-    ) -> CapturedAugment | None:
-        """Batches that are prepared ahead are several at a time: they have memory of their own."""
-        if self.recipe.augment is None:
-            return None
+    def _make_finish(
+        self, rank: int, source: Source, device: torch.device, tell: Callable[[str], None]
+    ) -> Callable[[Any, int], Batch]:
+        """What makes the batch of a step on `device` out of a source's draft; in one go, where the
+        source is there as well and that can be captured. Batches that are prepared ahead are
+        several at a time, and have memory of their own."""
         captures = self.config.capture == AUTO and self.recipe.feed != BATCHING
         recorder = make_recorder(device) if captures else None
-        return CapturedAugment(self.recipe.augment, device, recorder, tell)
+        augment = self.recipe.augment
+        seed = functools.partial(make_seed, self.config.seed, "augment", rank)
+        if recorder is not None and source.device == device:
+            change = augment or _unchanged
+
+            def make(draft: Any, generator: torch.Generator) -> Batch:
+                return change(source.finished(draft), generator)
+
+            at_once = CapturedAugment(make, device, recorder, tell)
+            return lambda draft, step: at_once(draft, seed(step))
+        if augment is None:
+            return lambda draft, step: to_device(source.finished(draft), device)
+        captured = CapturedAugment(augment, device, recorder, tell)
+        return lambda draft, step: captured(to_device(source.finished(draft), device), seed(step))
 
     def _make_batches(
         self, rank: int, start: int, device: torch.device, tell: Callable[[str], None]
@@ -279,18 +292,15 @@ class Job:
         source = self.train.on(device) if config.data_device == AUTO else self.train
         share = self._share(rank)
         step, epoch, first = self._find(share, start)
-        augment = self._make_augment(device, tell)
+        finish = self._make_finish(rank, source, device, tell)
         last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
         if self.facts.elastic:  # a server says when it is enough
             last_step = last_epoch = math.inf
         while step < last_step and epoch < last_epoch:
             before = step
-            for batch in source.train(share, epoch, first):
+            for draft in source.drafts(share, epoch, first):
                 if step >= start:
-                    batch = to_device(batch, device)
-                    if augment is not None:
-                        batch = augment(batch, make_seed(config.seed, "augment", rank, step))
-                    yield epoch, batch
+                    yield epoch, finish(draft, step)
                 step += 1
                 if step == last_step:
                     return
@@ -553,6 +563,10 @@ def _from_recipe(what: str, call: Callable[[], Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise RecipeError(f"the recipe's {what} function failed: {in_a_line(error)}") from error
+
+
+def _unchanged(batch: Batch, generator: torch.Generator) -> Batch:
+    return batch
 
 
 def _one_or_all(names: list[str]) -> str | list[str]:

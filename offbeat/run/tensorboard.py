@@ -157,11 +157,11 @@ class StepSummaries:
             for handle in handles:
                 handle.remove()
 
-    def computed(self, model: FlatModel, version: int, loss: float) -> None:
-        """After the backward pass, before the gradients are let go of."""
+    def computed(self, model: FlatModel, version: int, loss: Callable[[], float]) -> None:
+        """After the backward pass, before the gradients are let go of; `loss` waits for it."""
         due = self._is_due(version)
         if due or self._num_steps % LOSS_EVERY == 0:
-            self._file.scalar("loss", loss, version)
+            self._file.scalar("loss", loss(), version)
         self._num_steps += 1
         if due:
             self._looked_at = version

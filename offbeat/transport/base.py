@@ -26,7 +26,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -211,6 +211,16 @@ class WorkerEnd(ABC):
         """Leave. The server has everything that was pushed. May be called twice."""
 
 
+class Attendant(Protocol):
+    """A server's, which deals with one worker's pushes in the worker's own thread."""
+
+    def push(self, header: PushHeader) -> None:
+        """Deal with it, as far as that takes no waiting for others."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until the reply is sent, for a while; False: no reply will come."""
+
+
 class ServerEnd(ABC):
     """The server's end of a connection to one worker."""
 
@@ -237,6 +247,11 @@ class ServerEnd(ABC):
     @abstractmethod
     def refuse(self, reason: str) -> None:
         """Send the worker away with a line that it can show to its user, and close."""
+
+    def attend(self, attendant: Attendant) -> None:  # noqa: B027 - most ends have no way to
+        """Where worker and server are threads of one process, and little is to be done for a push,
+        pushes go to `attendant` from now on instead of to `receive`: no thread waits for another
+        one to wake up. Before `welcome`."""
 
     @abstractmethod
     def receive(self, timeout_s: float) -> PushHeader | None:

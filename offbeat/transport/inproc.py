@@ -3,6 +3,7 @@ tensors."""
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from offbeat.errors import ConnectionClosedError
 from offbeat.transport.base import (
     Answer,
+    Attendant,
     CallEnd,
     Layout,
     Listener,
@@ -27,16 +29,21 @@ from offbeat.transport.base import (
 _Call = tuple[Message, Mapping[str, Tensor]]
 _Said = WelcomeHeader | PushHeader | ReplyHeader | _Call | int
 """An int is the sequence of the last push of a worker that is through."""
-_Mailbox = queue.SimpleQueue[_Said | ConnectionClosedError]
+_Mailbox = queue.SimpleQueue[_Said | Exception]
 
 
 class _Channel:
     """What both ends hold: two mailboxes and the slots."""
 
-    def __init__(self, layout: Layout | None, params: Tensor | None) -> None:
+    def __init__(
+        self, layout: Layout | None, params: Tensor | None, *, attended: bool = False
+    ) -> None:
         self.to_server: _Mailbox = queue.SimpleQueue()
         self.to_worker: _Mailbox = queue.SimpleQueue()
         self.num_heard = 0
+        self.num_received = 0
+        self.is_attended = attended
+        self.attendant: Attendant | None = None
         self.worker_left = False
         self.server_left = False
         if layout is not None:
@@ -63,14 +70,36 @@ class InprocWorkerEnd(WorkerEnd):
         return self._channel.gradients[(self._num_pushed - 1) % 2]
 
     def push(self, header: PushHeader) -> None:
+        channel = self._channel
         self._num_pushed += 1
         self.beat()
-        self._channel.to_server.put(header)
+        if channel.attendant is None:
+            channel.to_server.put(header)
+            return
+        channel.num_received += 1
+        try:
+            channel.attendant.push(header)
+        except Exception as error:  # the server's, whose thread deals with it
+            channel.to_server.put(error)
 
     def wait_reply(self, timeout_s: float) -> ReplyHeader | None:
-        reply = _take(self._channel.to_worker, timeout_s)
+        channel = self._channel
+        if channel.attendant is not None and channel.to_worker.empty():
+            timeout_s = self._wait_attended(channel.attendant, timeout_s)
+        reply = _take(channel.to_worker, timeout_s)
         assert reply is None or isinstance(reply, ReplyHeader)
         return reply
+
+    def _wait_attended(self, attendant: Attendant, timeout_s: float) -> float:
+        """Until something has come; returns what is left of the time."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                if not attendant.wait(left_s) or not self._channel.to_worker.empty():
+                    return left_s
+        except Exception as error:  # the server's, as above
+            self._channel.to_server.put(error)
+        return max(0.0, left_s)
 
     def beat(self) -> None:
         self._channel.num_heard += 1
@@ -88,7 +117,6 @@ class InprocServerEnd(ServerEnd):
         self.finished_at: int | None = None
         self._hello = hello
         self._channel = channel
-        self._num_received = 0
 
     @property
     def num_heard(self) -> int:  # type: ignore[override]
@@ -107,6 +135,10 @@ class InprocServerEnd(ServerEnd):
     def refuse(self, reason: str) -> None:
         self._channel.to_worker.put(ConnectionClosedError(reason, refused=True))
 
+    def attend(self, attendant: Attendant) -> None:
+        if self._channel.is_attended:
+            self._channel.attendant = attendant
+
     def receive(self, timeout_s: float) -> PushHeader | None:
         said = _take(self._channel.to_server, timeout_s)
         if isinstance(said, int):
@@ -114,11 +146,11 @@ class InprocServerEnd(ServerEnd):
             return None
         assert said is None or isinstance(said, PushHeader)
         if said is not None:
-            self._num_received += 1
+            self._channel.num_received += 1
         return said
 
     def gradient_slot(self, header: PushHeader) -> Slot:
-        return self._channel.gradients[(self._num_received - 1) % 2]
+        return self._channel.gradients[(self._channel.num_received - 1) % 2]
 
     def send(self, header: ReplyHeader) -> None:
         self._channel.to_worker.put(header)
@@ -157,9 +189,11 @@ class InprocCallEnd(CallEnd):
 
 
 class InprocListener(Listener):
-    """A server's door for threads of the same process."""
+    """A server's door for threads of the same process. `attended`: a worker's own thread does what
+    the server does for its pushes, which pays where that is to tell a device what to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, attended: bool = False) -> None:
+        self._is_attended = attended
         self._requests: queue.SimpleQueue[InprocServerEnd | ConnectionClosedError] = (
             queue.SimpleQueue()
         )
@@ -179,7 +213,7 @@ class InprocListener(Listener):
 
         `params`, where given, becomes the reply slot's memory: replies then need no further copy.
         """
-        channel = self._knock(_Channel(layout, params), hello)
+        channel = self._knock(_Channel(layout, params, attended=self._is_attended), hello)
         welcome = _take(channel.to_worker, timeout_s)
         if not isinstance(welcome, WelcomeHeader):
             raise ConnectionClosedError(f"no answer from the server within {timeout_s:g} s")
@@ -250,4 +284,6 @@ def _take(mailbox: _Mailbox, timeout_s: float) -> _Said | None:
             mailbox.get()  # later goodbyes
         mailbox.put(message)
         raise message.again()
+    if isinstance(message, Exception):
+        raise message
     return message

@@ -149,10 +149,17 @@ class Rigged:
             incarnation=3,
         )
 
-    def push(self, step: int, value: float = 0.5, present: Sequence[bool] = (True,) * 4) -> None:
+    def push(
+        self,
+        step: int,
+        value: float = 0.5,
+        present: Sequence[bool] = (True,) * 4,
+        *,
+        void: bool = False,
+    ) -> None:
         for slot in self.exchange.gradient_slots:
             slot.values.fill_(value)
-        self.exchange.push(step, present)
+        self.exchange.push(step, present, void=void)
 
     def rejoins(self) -> list[tuple[int, ...]]:
         """Shard, epochs, and versions."""
@@ -231,9 +238,7 @@ def test_an_unusable_gradient_is_void_for_shards_without_the_bad_element_too(rig
     links = [ScriptedLink(0.0, welcome(0)) for _ in range(2)]
     rig = rigged([links[0]], [links[1]])
     rig.exchange.join()
-    for slot, value in zip(rig.exchange.gradient_slots, (0.5, float("nan")), strict=True):
-        slot.values.fill_(value)
-    rig.exchange.push(1, [True] * 4)
+    rig.exchange.push(1, [True] * 4, void=True)
     assert [link.pushed[0][0].void for link in links] == [True, True]
 
 
@@ -358,7 +363,7 @@ def test_an_unusable_gradient_does_not_stay_in_what_a_codec_keeps(rigged: Any) -
     link = ScriptedLink(0.0, welcome(0), reply(1, 0, "rejected"), reply(2, 1))
     rig = rigged([link], codec=Halves)
     rig.exchange.join()
-    rig.push(1, value=float("nan"))
+    rig.push(1, value=float("nan"), void=True)
     assert rig.exchange.await_all() == "rejected"
     rig.push(2, value=1 / 3)
     (void, _), (header, (values, *_)) = link.pushed

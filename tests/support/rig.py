@@ -31,7 +31,7 @@ from offbeat.transport.security import Terms
 from offbeat.transport.sockets import SocketListener, connect
 
 TIMEOUT_S = 20.0
-TRANSPORTS = ("inproc", "unix", "tcp")
+TRANSPORTS = ("inproc", "attended", "unix", "tcp")
 SECURED = ("token", "tls")
 TOKEN = b"known to both sides of it"
 
@@ -46,7 +46,7 @@ def open_listener(transport: str, layout: Layout) -> Listener:
             return SocketListener("tcp:127.0.0.1:0", layout, Terms(token=TOKEN))
         case "tls":
             return SocketListener("tcp:127.0.0.1:0", layout, tls_terms())
-    return InprocListener()
+    return InprocListener(attended=transport == "attended")
 
 
 @functools.cache
