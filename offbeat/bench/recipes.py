@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offbeat.optim import SGD
+from offbeat.recipes import alexnet as net
 from offbeat.recipes import mnist_sigmoid as sigmoid
 from offbeat.recipes.base import Recipe
 
@@ -29,6 +30,17 @@ def _make_convnet() -> nn.Module:
     linear = [nn.Linear(64 * 8 * 8, 224), nn.ReLU(), nn.Linear(224, 192), nn.ReLU()]
     return nn.Sequential(*convolutions, nn.Flatten(), *linear, nn.Linear(192, 10))
 
+
+@functools.cache
+def _noisy_images(count: int) -> tuple[Tensor, Tensor]:
+    """Bytes, as pictures are."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (count, 3, 32, 32)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return images, torch.randint(0, 10, (count,), generator=generator)
+
+
+alexnet = dataclasses.replace(net.recipe, data=lambda config: (_noisy_images(50_000), None))
 
 mnist_sigmoid = dataclasses.replace(sigmoid.recipe, data=lambda config: (noise(60_000, 784), None))
 

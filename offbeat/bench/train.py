@@ -93,6 +93,16 @@ def rate(times: Sequence[Sequence[float]]) -> float:
     return sum(start_s < at_s <= end_s for done in warm for at_s in done) / (end_s - start_s)
 
 
+def step_times(run_dir: Path) -> list[list[float]]:
+    """For each worker of a run, when it was done with each step."""
+    times: dict[int, list[float]] = {}
+    for event in read_events(RunFolder(run_dir).events):
+        if event["kind"] == "step":
+            parts = ("start_s", "compute_s", "prepare_s", "exchange_s")
+            times.setdefault(event["worker"], []).append(sum(event[part] for part in parts))
+    return list(times.values())
+
+
 class _Rig:
     """Runs one contender after the other, each in a folder of its own under `folder`."""
 
@@ -128,13 +138,7 @@ class _Rig:
             config = make_config(self._options, more, {"discipline": name})
             if train_config(config, forks=self._forks).interrupted:
                 raise KeyboardInterrupt  # the engine took it for a wish to end that run well
-        times: dict[int, list[float]] = {}
-        for event in read_events(RunFolder(run_dir).events):
-            if event["kind"] == "step":
-                parts = ("start_s", "compute_s", "prepare_s", "exchange_s")
-                done_s = sum(event[part] for part in parts)
-                times.setdefault(event["worker"], []).append(done_s)
-        return list(times.values())
+        return step_times(run_dir)
 
     def _run_alone(self, name: str, config: TrainConfig) -> None:
         """Workers without an engine."""

@@ -302,6 +302,13 @@ def _add_bench_train(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "disciplines", str, grid.DISCIPLINES)
 
 
+def _add_bench_gpu(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "workers", _count, ("1", "4", "8"))
+    _add_list(parser, "disciplines", str, ("apply-reply", "lock-free"))
+    seconds = "how long each one trains in a round (default: 3)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=3.0, help=seconds)
+
+
 def _add_bench_norm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", metavar="N", type=_count, default=128, help="default: 128")
 
@@ -347,6 +354,12 @@ BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], N
         "Gradients per second of each discipline, on made-up data.",
         3,
         _add_bench_train,
+    ),
+    "gpu": (
+        "gradients per second on one GPU, beside bare loops, eager and captured",
+        "Gradients per second of workers that share one GPU, on made-up images.",
+        5,
+        _add_bench_gpu,
     ),
     "norm": (
         "a CIFAR step with the fast local response normalisation, beside torch's",

@@ -244,7 +244,7 @@ class Job:
         """How many steps worker `rank` takes to go through its share, where that is known."""
         if self.facts.num_examples is None:
             return None
-        return self._share(rank).num_batches(self.facts.num_examples)
+        return self.share(rank).num_batches(self.facts.num_examples)
 
     def batches(
         self,
@@ -290,7 +290,7 @@ class Job:
         config = self.config
         assert self.train is not None, "this process was given no training data"
         source = self.train.on(device) if config.data_device == AUTO else self.train
-        share = self._share(rank)
+        share = self.share(rank)
         step, epoch, first = self._find(share, start)
         finish = self._make_finish(rank, source, device, tell)
         last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
@@ -319,7 +319,8 @@ class Job:
         num_batches = share.num_batches(self.facts.num_examples)
         return start, start // num_batches, start % num_batches
 
-    def _share(self, rank: int) -> Share:
+    def share(self, rank: int) -> Share:
+        """What worker `rank` goes through."""
         config = self.config
         return Share(
             rank=rank,
