@@ -1,21 +1,31 @@
 """Servers on the GPU that workers compute on: the order of things on the CPU, the rest on a GPU."""
 
+import functools
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import Spiced, toy_job, toy_recipe
-from rig import rig
+from helpers import Spiced, cross_entropy, toy_data, toy_job, toy_recipe
+from rig import Hand, in_threads, rig
 from torch import nn
 
 import offbeat
-from offbeat.errors import ConfigError
+from offbeat import towers
+from offbeat.engines import inproc
+from offbeat.errors import ConfigError, NonFiniteLossError, RoleError
+from offbeat.reading import Reading
+from offbeat.roles import sessions
 from offbeat.rules import Gradient
+from offbeat.run.events import read_events
+from offbeat.shard import Updater
 from offbeat.streams import NO_MARK, CpuStreams, Mark, make_mark, make_streams
-from offbeat.towers import CPU
+from offbeat.towers import CPU, Towers
 from offbeat.transport import base
 from offbeat.transport.base import Layout, Slot
+from offbeat.transport.inproc import InprocListener
 
 GPU = torch.device("cuda", 0)
 
@@ -61,6 +71,156 @@ def test_a_worker_orders_its_work_after_every_reply(
         toy_recipe(), run_dir=tmp_path / "run", engine="inproc", workers=1, servers=1, steps=5
     )
     assert seen == ["set", "order"] * 6
+
+
+@pytest.mark.parametrize("transport", ["inproc", "attended"])
+def test_what_a_locked_server_tells_a_device_comes_one_after_the_other(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(sessions, "make_mark", lambda device: Noted(seen))
+    with rig(tmp_path, "apply-reply", 3, transport=transport) as made:
+        hands = made.join_all(3)
+
+        def push(hand: Hand) -> None:
+            for _ in range(30):
+                hand.exchange(1.0)
+
+        in_threads(*(functools.partial(push, hand) for hand in hands))
+        made.snapshot()
+        assert made.shard.version == 90
+        for hand in hands:
+            hand.link.close()
+    assert seen == ["order", "set"] * (3 + 90 + 1), "joins, pushes, the snapshot"
+
+
+def test_a_lock_free_server_orders_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(sessions, "make_mark", lambda device: Noted(seen))
+    with rig(tmp_path, "lock-free", 1, transport="attended") as made:
+        hand = made.join(0)
+        hand.exchange(1.0)
+        hand.link.close()
+    assert seen == []
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers do themselves what the servers do for them, as on a GPU."""
+    monkeypatch.setattr(inproc, "InprocListener", lambda attended: InprocListener(attended=True))
+
+
+@pytest.mark.usefixtures("attended")
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    "discipline", ["sync", "sync:1", "apply-reply", "reply-apply", "lock-free", "bounded:1"]
+)
+def test_workers_that_do_the_servers_work_lose_nothing(
+    discipline: str, servers: int, tmp_path: Path
+) -> None:
+    result = offbeat.train(
+        toy_recipe(),
+        run_dir=tmp_path / "run",
+        engine="inproc",
+        discipline=discipline,
+        workers=3,
+        servers=servers,
+        steps=40,
+        checkpoint_every=7,
+    )
+    assert result.summary["gradients"] == 120 and result.summary["lost_updates"] == 0
+    for shard in result.summary["kept"]:
+        assert shard["applied"] + shard["dropped"] == 120
+
+
+@pytest.mark.usefixtures("attended")
+@pytest.mark.parametrize("discipline", ["sync", "apply-reply", "lock-free"])
+def test_one_of_them_that_fails_ends_the_run(discipline: str, tmp_path: Path) -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if threading.current_thread().name == "worker-1":
+            raise ZeroDivisionError("as it happens")
+        return cross_entropy(model, batch)
+
+    with pytest.raises(RoleError, match=r"worker 1 failed at step 1.*as it happens"):
+        offbeat.train(
+            toy_recipe(loss=loss),
+            run_dir=tmp_path / "run",
+            engine="inproc",
+            discipline=discipline,
+            workers=2,
+            steps=10_000,
+        )
+
+
+@pytest.mark.usefixtures("attended")
+def test_an_update_that_fails_in_a_workers_thread_is_the_servers_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apply(self: Any, gradients: Any) -> int:
+        raise ZeroDivisionError("in the update")
+
+    monkeypatch.setattr(Updater, "apply", apply)
+    with pytest.raises(RoleError, match=r"server 0 failed.*in the update"):
+        offbeat.train(toy_recipe(), run_dir=tmp_path / "run", engine="inproc", steps=10)
+
+
+class Late(Reading):
+    """What it was told to take is there when it was waited for, and not before."""
+
+    def take(self, loss: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._numbers.fill_(torch.nan)
+        self._taken = (loss.clone(), gradient.clone())
+
+    def wait(self) -> tuple[float, bool]:
+        super().take(*self._taken)
+        return super().wait()
+
+
+@pytest.mark.usefixtures("attended")
+def test_a_worker_that_is_ahead_of_its_device_does_what_one_that_is_not_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next batch is made, and the last step written down, while a device is at work."""
+    options: dict[str, Any] = {"engine": "inproc", "workers": 1, "steps": 30, "quiet": True}
+    options |= {"devices": "cpu,cpu", "batch_size": 10}
+    plain = offbeat.train(toy_recipe(), run_dir=tmp_path / "plain", **options)
+    monkeypatch.setattr(towers, "Reading", Late)
+    monkeypatch.setattr(Towers, "is_told", property(lambda self: True))
+    ahead = offbeat.train(toy_recipe(), run_dir=tmp_path / "ahead", **options)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, ahead.state_dict()[name])
+    steps = [
+        [
+            (e["step"], e["epoch"], e["loss"], e["examples"])
+            for e in read_events(run / "events")
+            if e["kind"] == "step"
+        ]
+        for run in (tmp_path / "plain", tmp_path / "ahead")
+    ]
+    assert len(steps[0]) == 30 and steps[0] == steps[1]
+
+
+def test_the_loss_of_a_worker_that_is_ahead_is_looked_at_before_its_gradient_goes_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, labels = toy_data(200)
+    inputs[130] = torch.nan
+    recipe = toy_recipe(data=lambda config: ((inputs, labels), None))
+    monkeypatch.setattr(towers, "Reading", Late)
+    monkeypatch.setattr(Towers, "is_told", property(lambda self: True))
+    with pytest.raises(NonFiniteLossError, match=r"worker 0 at step \d+; 6 of the .* in its") as e:
+        offbeat.train(
+            recipe,
+            run_dir=tmp_path / "run",
+            engine="inproc",
+            workers=1,
+            devices="cpu,cpu",
+            batch_size=5,
+            epochs=1,
+        )
+    events = list(read_events(tmp_path / "run" / "events"))
+    (failed_at,) = map(int, re.findall(r"at step (\d+)", str(e.value)))
+    assert sum(event["kind"] == "push" for event in events) == failed_at - 1
 
 
 def test_a_lock_free_reply_is_mixed_while_another_ones_update_is_under_way() -> None:

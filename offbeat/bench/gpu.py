@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from offbeat.api import train_config
 from offbeat.bench.tables import Row, short
-from offbeat.bench.train import rate, step_times
+from offbeat.bench.train import rate, step_times, window
 from offbeat.capture import Recorder, make_recorder
 from offbeat.config import make_config
 from offbeat.data.batches import Source
@@ -32,8 +32,8 @@ from offbeat.towers import find_devices
 
 RECIPE = "offbeat.bench.recipes:alexnet"
 CALIBRATION_STEPS = 300
-"""By which it is found out how many steps fill the time that was asked for; and what a start takes
-of the processor, which is no gradient's."""
+"""By which it is found out how many steps fill the time that was asked for."""
+LOOK_EVERY_S = 0.01
 Step = Callable[[], None]
 
 
@@ -203,26 +203,54 @@ class _Workers:
         self._seconds = seconds
         self._options: dict[str, Any] = {"recipe": RECIPE, "engine": "inproc", "quiet": True}
         self._options |= {"workers": count, "discipline": discipline, "eval_every": 0}
-        self._start: tuple[float, int, int] | None = None
-        """Of the first run: CPU seconds, gradients, and how many steps fill the time."""
+        self._steps: int | None = None
+        """How many fill the time."""
 
     def run(self) -> tuple[float, float]:
-        if self._start is None:
-            times, cpu_s = self._train(CALIBRATION_STEPS)
-            steps = round(rate(times) * self._seconds / len(times))
-            self._start = cpu_s, CALIBRATION_STEPS * len(times), max(2 * CALIBRATION_STEPS, steps)
-        start_cpu_s, start_count, steps = self._start
-        times, cpu_s = self._train(steps)
-        return rate(times), (cpu_s - start_cpu_s) / (steps * len(times) - start_count)
+        if self._steps is None:
+            times, _ = self._train(CALIBRATION_STEPS)
+            filling = round(rate(times) * self._seconds / len(times))
+            self._steps = max(CALIBRATION_STEPS, filling)
+        times, clock = self._train(self._steps)
+        start_s, end_s = window(times)
+        per_s = clock.between(start_s, end_s) / (end_s - start_s)
+        return rate(times), per_s / rate(times)
 
-    def _train(self, steps: int) -> tuple[list[list[float]], float]:
+    def _train(self, steps: int) -> tuple[list[list[float]], "CpuClock"]:
         run_dir = Path(tempfile.mkdtemp(dir=self._folder)) / "run"
         config = make_config(self._options, {"steps": steps, "run_dir": str(run_dir)})
-        start_s = time.process_time()
-        if train_config(config).interrupted:
-            raise KeyboardInterrupt
-        cpu_s = time.process_time() - start_s
-        return step_times(run_dir), cpu_s
+        with CpuClock() as clock:
+            if train_config(config).interrupted:
+                raise KeyboardInterrupt
+        return step_times(run_dir), clock
+
+
+class CpuClock:
+    """Looks at this process's CPU time over and over, from when it is entered; a run that is
+    started then has the same zero."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._start_s = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_EVERY_S):
+            self._seen.append((time.monotonic() - self._start_s, time.process_time()))
+
+    def between(self, start_s: float, end_s: float) -> float:
+        """CPU seconds, to the looks that lie next to these times."""
+        found = [cpu_s for at_s, cpu_s in self._seen if start_s <= at_s <= end_s]
+        return found[-1] - found[0] if found else 0.0
 
 
 def _endless(job: Job, source: Source) -> Iterator[Tensor]:

@@ -85,12 +85,17 @@ def train(
 def rate(times: Sequence[Sequence[float]]) -> float:
     """Gradients per second while everybody was at work: from when the last worker was warm until
     the first one was done. `times`: for each worker, when it was done with each step."""
-    warm = [done[len(done) // 10 :] for done in times]
-    start_s = max(done[0] for done in warm)
-    end_s = min(done[-1] for done in warm)
+    start_s, end_s = window(times)
+    return sum(start_s < at_s <= end_s for done in times for at_s in done) / (end_s - start_s)
+
+
+def window(times: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """When everybody was at work."""
+    start_s = max(done[len(done) // 10] for done in times)
+    end_s = min(done[-1] for done in times)
     if end_s <= start_s:
         raise RunError("the workers were never at work at the same time; give more --seconds")
-    return sum(start_s < at_s <= end_s for done in warm for at_s in done) / (end_s - start_s)
+    return start_s, end_s
 
 
 def step_times(run_dir: Path) -> list[list[float]]:
