@@ -28,7 +28,8 @@ DISCIPLINES = tuple(disciplines.BUILT_IN)
 ENGINES = ("local", "inproc", "cluster")
 SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
-AUTO = "auto"
+AUTO, OFF = "auto", "off"
+BF16 = "bf16"
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
@@ -154,14 +155,18 @@ class TrainConfig:
         "towers: several devices per worker, as cuda:0,cuda:1; each computes on a batch of its own",
     )
     amp: str | None = _option(
-        None, text, "compute in a shorter number format where it does no harm", choices=("bf16",)
+        None,
+        text,
+        "compute in a shorter number format where it does no harm, or not (default: as the recipe "
+        "has it)",
+        choices=(BF16, OFF),
     )
     capture: str = _option(
         AUTO,
         text,
         "on a GPU, record a step once and replay it, where that can be done, or compute every step "
         "anew",
-        choices=(AUTO, "off"),
+        choices=(AUTO, OFF),
     )
     server_device: str = _option(
         AUTO,

@@ -1,5 +1,6 @@
 """A worker's devices: several towers are one step on a larger batch; GPUs where there are any."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import offbeat
 from offbeat.config import DISCIPLINES
 from offbeat.data.batches import map_tensors, prepared_ahead
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, RecipeError
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.staging import CudaStaging, PlainStaging, Staging, make_staging
 
@@ -245,6 +246,33 @@ def test_bf16_trains_and_keeps_float32_parameters(tmp_path: Path) -> None:
     assert set(seen) == {torch.bfloat16}
     assert (result.test_accuracy or 0) > 0.85
     assert offbeat.load(result.run_dir)["0.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("suggested", "flag", "expected"),
+    [(None, None, None), ("bf16", None, "bf16"), ("bf16", "off", None), (None, "bf16", "bf16")],
+)
+def test_a_recipe_suggests_a_number_format_and_the_flag_decides(
+    suggested: str | None, flag: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    seen = set()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch[0])
+        seen.add(logits.dtype)
+        return nn.functional.cross_entropy(logits.float(), batch[1])
+
+    options = {"engine": "inproc", "device": "cpu", "steps": 2, "quiet": True}
+    recipe = toy_recipe(loss=loss, amp=suggested)
+    offbeat.train(recipe, amp=flag, run_dir=tmp_path / "r", **options)
+    assert seen == {torch.float32 if expected is None else torch.bfloat16}
+    described = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert described["resolved"]["amp"] == expected
+
+
+def test_a_recipe_suggests_no_number_format_that_is_unknown() -> None:
+    with pytest.raises(RecipeError, match="amp must be 'bf16' or None, not 'fp8'"):
+        toy_recipe(amp="fp8")
 
 
 # -- input ways ------------------------------------------------------------------------------------

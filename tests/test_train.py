@@ -449,6 +449,7 @@ RESOLVED: dict[str, Any] = {
     "steps": None,
     "devices": ["cpu", "cpu"],
     "threads": 1,
+    "amp": None,
     "server_device": "cpu",
     "feed": "direct",
     "ema": None,

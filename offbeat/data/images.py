@@ -9,15 +9,15 @@ from torch import Tensor
 def crop_and_flip(images: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """A window of size x size somewhere in each image; half of them mirrored."""
     count, channels, height, width = images.shape
-    device = images.device
-    window = torch.arange(size, device=device)
+    window = torch.arange(size, device=images.device)
     down = _choose(height - size + 1, count, generator) + window  # [n, size]
-    right = _choose(width - size + 1, count, generator) + window
-    mirrored = _choose(2, count, generator) == 1
-    right = torch.where(mirrored, right.flip(1), right)
-    image = torch.arange(count, device=device)[:, None, None, None]
-    channel = torch.arange(channels, device=device)[None, :, None, None]
-    return images[image, channel, down[:, None, :, None], right[:, None, None, :]]
+    right = _choose(width - size + 1, count, generator)
+    mirrored = _choose(2, count, generator)
+    right = right + (window - (size - 1) * mirrored).abs()  # from the other end where mirrored
+    # one place for all channels: a fraction of the time that an index of four dimensions takes
+    places = (down[:, :, None] * width + right[:, None, :]).flatten(1)
+    crops = images.flatten(2).gather(2, places[:, None].expand(-1, channels, -1))
+    return crops.view(count, channels, size, size)
 
 
 def centre_crop(images: Tensor, size: int) -> Tensor:
@@ -46,7 +46,7 @@ def standardise(images: Tensor) -> Tensor:
     """Each image to mean 0 and deviation 1; one without contrast is not blown up."""
     deviations, means = torch.std_mean(images, dim=(1, 2, 3), correction=0, keepdim=True)
     least = 1 / math.sqrt(images[0].numel())
-    return (images - means) / deviations.clamp_min(least)
+    return (images - means).div_(deviations.clamp_min(least))
 
 
 def _choose(options: int, count: int, generator: torch.Generator) -> Tensor:

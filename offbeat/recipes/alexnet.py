@@ -1,4 +1,5 @@
-"""CIFAR-10 with the net of TensorFlow's tutorial, which the seeds call AlexNet."""
+"""CIFAR-10 with the net of TensorFlow's tutorial, which the seeds call AlexNet: `recipe` trains it
+as they do, `fast` as one would today, for the same accuracy in a tenth of the gradients."""
 
 from typing import Any
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from offbeat.config import TrainConfig
+from offbeat.config import BF16, TrainConfig
 from offbeat.data.datasets import Pair, load_dataset
 from offbeat.data.images import (
     centre_crop,
@@ -16,7 +17,7 @@ from offbeat.data.images import (
     standardise,
 )
 from offbeat.layers import LocalResponseNorm, truncated_normal
-from offbeat.optim import SGD, step_decay
+from offbeat.optim import SGD, cosine, step_decay
 from offbeat.recipes.base import Recipe
 
 SIZE = 24
@@ -65,6 +66,12 @@ def distort(batch: Any, generator: torch.Generator) -> Any:
     return standardise(x), labels
 
 
+def crop(batch: Any, generator: torch.Generator) -> Any:
+    """The same without the changes of brightness and contrast."""
+    images, labels = batch
+    return standardise(crop_and_flip(images, SIZE, generator).float()), labels
+
+
 def loss(model: Any, batch: Any) -> Tensor:
     """Mean cross entropy, and the weights of the two wide linear layers."""
     images, labels = batch
@@ -84,4 +91,17 @@ recipe = Recipe(
     ema=0.9999,
     batch_size=BATCH_SIZE,
     epochs=256,  # 100,000 gradients
+)
+
+fast = Recipe(
+    model=AlexNet,
+    data=load_data,
+    loss=loss,
+    optimizer=SGD(lr=0.06, momentum=0.9, nesterov=True),
+    schedule=cosine(warmup=0.1),
+    augment=crop,
+    ema=0.999,
+    batch_size=512,
+    epochs=100,  # 9,800 gradients
+    amp=BF16,
 )

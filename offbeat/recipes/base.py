@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.config import BATCHING, DIRECT, TrainConfig
+from offbeat.config import BATCHING, BF16, DIRECT, TrainConfig
 from offbeat.data.batches import batch_length
 from offbeat.errors import RecipeError, nearest
 from offbeat.importing import import_file, import_module
@@ -26,6 +26,7 @@ from offbeat.optim import SGD, Optimizer, Schedule, constant
 
 BUILT_IN = {
     "alexnet": "offbeat.recipes.alexnet:recipe",
+    "alexnet-fast": "offbeat.recipes.alexnet:fast",
     "fashion-cnn": "offbeat.recipes.fashion_cnn:recipe",
     "mnist-convnet": "offbeat.recipes.mnist_convnet:recipe",
     "mnist-sigmoid": "offbeat.recipes.mnist_sigmoid:recipe",
@@ -135,6 +136,7 @@ class Recipe:
     log_line: how --log-every words a line.
     batch_size: examples in a step of one device, where --batch-size does not say.
     epochs: how often the data is gone through, where neither --epochs nor --steps says.
+    amp: the shorter number format to compute in ("bf16"), where --amp does not say; None: float32.
     """
 
     model: Callable[[], nn.Module]
@@ -150,6 +152,7 @@ class Recipe:
     log_line: Callable[[StepLog], str] = log_line
     batch_size: int = 100
     epochs: int = 1
+    amp: str | None = None
 
     def fed(self, feed: str | None) -> "Recipe":
         """This recipe as it is under `feed`, or under its own."""
@@ -185,6 +188,8 @@ class Recipe:
             raise RecipeError(
                 f"a recipe's feed must be {BATCHING!r} or {DIRECT!r}, not {self.feed!r}"
             )
+        if self.amp not in (None, BF16):
+            raise RecipeError(f"a recipe's amp must be {BF16!r} or None, not {self.amp!r}")
         for name in ("batch_size", "epochs"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offbeat.capture import CapturedAugment, make_recorder
-from offbeat.config import AUTO, BATCHING, TrainConfig
+from offbeat.config import AUTO, BATCHING, OFF, TrainConfig
 from offbeat.data.batches import (
     Batch,
     Share,
@@ -140,6 +140,11 @@ class Job:
             )
         return replicas
 
+    @property
+    def amp(self) -> str | None:
+        """The shorter number format that steps are computed in; None: float32."""
+        return None if self.config.amp == OFF else self.config.amp
+
     def devices(self, rank: int) -> list[torch.device]:
         """What worker `rank` computes on, if it is on this machine."""
         return find_devices(self.config.devices or self.config.device, rank)
@@ -154,7 +159,7 @@ class Job:
         return Towers(
             [model, *more],
             devices,
-            amp=self.config.amp is not None,
+            amp=self.amp is not None,
             make_recorder=make_recorder if self.config.capture == AUTO else lambda device: None,
             tell=tell,
             slot_device=self.server_device,
@@ -349,6 +354,7 @@ class Job:
                 for rank in range(config.workers)
             ],
             "threads": config.threads,
+            "amp": self.amp,
             "server_device": str(self.server_device),
             "feed": self.recipe.feed,
             "ema": self.recipe.ema,
@@ -413,7 +419,7 @@ def make_job(
     recipe = recipe.fed(config.feed)
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
-    config = _resolve_length(config, recipe)
+    config = _resolve_suggestions(config, recipe)
     find_devices(config.devices or config.device, 0)  # one that is not here is a usage error
     module = _seeded_model(recipe, config.seed)
     manifest = describe(module)
@@ -508,14 +514,20 @@ def _check_groups(optimizer: Optimizer, manifest: Manifest) -> None:
             )
 
 
-def _resolve_length(config: TrainConfig, recipe: Recipe) -> TrainConfig:
+def _resolve_suggestions(config: TrainConfig, recipe: Recipe) -> TrainConfig:
+    """What the recipe and the machine suggest where no option says otherwise."""
     epochs = config.epochs
     if epochs is None and config.steps is None:
         epochs = recipe.epochs
     sharing = 1 if config.engine == "cluster" else config.workers
     threads = config.threads or max(1, (os.cpu_count() or 1) // sharing)
-    batch_size = config.batch_size or recipe.batch_size
-    return dataclasses.replace(config, epochs=epochs, batch_size=batch_size, threads=threads)
+    return dataclasses.replace(
+        config,
+        epochs=epochs,
+        batch_size=config.batch_size or recipe.batch_size,
+        threads=threads,
+        amp=config.amp or recipe.amp,
+    )
 
 
 def _load_data(config: TrainConfig, recipe: Recipe) -> tuple[Source, Source | None]:

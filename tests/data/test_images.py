@@ -41,6 +41,17 @@ def test_every_crop_is_a_window_of_its_own_image() -> None:
     assert len(seen) == 18, "all places, both ways round"
 
 
+def test_crops_are_where_the_generator_says() -> None:
+    """Down, right, mirrored, in this order: the same seed goes on giving the same crops."""
+    images = torch.randint(0, 256, (50, 3, 9, 8), dtype=torch.uint8)
+    draw = generator()
+    down, right, mirrored = (torch.randint(0, n, (50, 1), generator=draw) for n in (5, 4, 2))
+    for number, crop in enumerate(crop_and_flip(images, 5, generator())):
+        top, left = int(down[number]), int(right[number])
+        expected = images[number, :, top : top + 5, left : left + 5]
+        assert torch.equal(crop, expected.flip(2) if mirrored[number] else expected)
+
+
 def test_bytes_stay_bytes_and_the_whole_image_is_a_crop_too() -> None:
     images = torch.randint(0, 256, (20, 1, 5, 5), dtype=torch.uint8)
     crops = crop_and_flip(images, 5, generator())

@@ -1,6 +1,7 @@
 """The seeds' recipes: their size, first loss and data, and that they are plain PyTorch inside."""
 
 import dataclasses
+import json
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import offbeat
 from offbeat.config import make_config
 from offbeat.data.catalog import find_dataset
 from offbeat.data.fetch import THERE, state_of
+from offbeat.data.images import standardise
 from offbeat.layers import LocalResponseNorm
 from offbeat.recipes import alexnet, mnist_convnet, simplecnn
 from offbeat.recipes.base import Recipe, load_recipe
@@ -52,6 +54,7 @@ def num_parameters(recipe: Recipe) -> int:
     ("name", "count", "batch_size"),
     [
         ("alexnet", 1_068_298, 128),
+        ("alexnet-fast", 1_068_298, 512),
         ("simplecnn", 2_210_112, 64),
         ("simplecnn-100", 2_256_192, 64),
         ("mnist-convnet", 3_463_114, 64),
@@ -148,6 +151,58 @@ def test_alexnets_layers_are_in_the_seeds_order() -> None:
     )
 
 
+def coloured(config: Any) -> Any:
+    """Images of two classes, of which one is bright where the other is dark."""
+    pixels, labels = images(128, 3, 32, 32)
+    labels %= 2
+    pixels //= 2
+    pixels[labels == 0, :, :16] += 127
+    pixels[labels == 1, :, 16:] += 127
+    return (pixels, labels), None
+
+
+def test_alexnet_fast_learns_what_can_be_learnt_on_a_cpu_too(tmp_path: Path) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        seen.append(model(batch[0]).dtype)
+        return alexnet.loss(model, batch)
+
+    recipe = dataclasses.replace(alexnet.fast, data=coloured, loss=loss)
+    options = {"workers": 1, "steps": 16, "batch_size": 32, "threads": 2}
+    result = offbeat.train(recipe, engine="inproc", quiet=True, run_dir=tmp_path / "r", **options)
+    lines = (tmp_path / "r" / "events" / "worker-0.jsonl").read_text().splitlines()
+    losses = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "step"]
+    # of the first, 0.69 can be learnt away: the rest is wide layers' weights
+    assert max(losses[-3:]) < losses[0] - 0.6
+    assert set(seen) == {torch.bfloat16}
+    raw, averaged = result.state_dict(), result.state_dict(ema=True)
+    initial = make_job(make_config({}), recipe).make_model().module.state_dict()
+    for name, start in initial.items():  # a moving average is on its way, and behind
+        assert 0 < torch.dist(averaged[name], start) < torch.dist(raw[name], start), name
+
+
+def test_alexnet_fasts_rate_rises_for_a_tenth_and_falls_to_nothing(made_up: list[str]) -> None:
+    job = make_job(make_config({"workers": 1}), alexnet.fast)
+    total = job.facts.total_updates
+    assert total == 200, "100 epochs of 640 images"
+    rates = [job.recipe.schedule(version, total) for version in range(total + 1)]
+    assert rates.index(max(rates)) == total // 10 and max(rates) == 1
+    assert rates[: total // 10] == sorted(rates[: total // 10])
+    assert rates[total // 10 :] == sorted(rates[total // 10 :], reverse=True)
+    assert rates[-1] == 0 < rates[0] < 0.05
+
+
+def test_alexnet_fast_trains_on_crops_that_keep_their_colours(made_up: list[str]) -> None:
+    (x, y), _ = alexnet.fast.data(DEFAULT_CONFIG)
+    assert alexnet.fast.augment is not None
+    grey = torch.full_like(x, 100)
+    grey[:, 0] = 160  # the same wherever a window lies, and changed by any other contrast
+    changed, labels = alexnet.fast.augment((grey, y), torch.Generator().manual_seed(0))
+    assert changed.shape == (640, 3, 24, 24) and torch.equal(labels, y)
+    torch.testing.assert_close(changed, standardise(grey[:, :, :24, :24].float()))
+
+
 def test_simplecnn_has_100_classes_where_asked_to(made_up: list[str]) -> None:
     recipe = load_recipe("simplecnn-100")
     assert recipe.model()(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
@@ -185,11 +240,12 @@ def without_dropout() -> nn.Module:
     ("recipe", "options"),
     [
         (alexnet.recipe, {}),
+        (alexnet.fast, {"amp": "off"}),
         (simplecnn.recipe, {}),
         (dataclasses.replace(mnist_convnet.recipe, model=without_dropout), {}),
         (dataclasses.replace(mnist_convnet.recipe, model=without_dropout), {"feed": "direct"}),
     ],
-    ids=["alexnet", "simplecnn", "mnist-convnet", "mnist-convnet-direct"],
+    ids=["alexnet", "alexnet-fast", "simplecnn", "mnist-convnet", "mnist-convnet-direct"],
 )
 def test_twenty_steps_are_those_of_a_plain_loop(
     recipe: Recipe, options: dict[str, Any], made_up: list[str], tmp_path: Path
