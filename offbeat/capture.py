@@ -207,6 +207,8 @@ class Captured(Generic[T]):
         try:
             self._recording = self._try_to_record(batch, rewind)
             self._shape = shape
+        except torch.OutOfMemoryError:
+            raise  # the run's, which has more to say of it
         except RuntimeError as error:
             self._give_up(in_a_line(error))
         for buffer, value in zip(self._buffers(), before, strict=True):

@@ -11,6 +11,7 @@ OffbeatError
 └── RunError                something went wrong in a run; the command exits with 1
     ├── NonFiniteLossError  a worker's loss became NaN or infinite
     ├── RoleError           a server, worker, master or evaluator failed
+    ├── DeviceMemoryError   a GPU has no memory left for what a run needs
     ├── StepError           what a worker failed with, and at which step
     ├── CheckpointError     no valid checkpoint, or one that could not be written
     └── ConnectionClosedError  the other end of a connection is gone
@@ -66,6 +67,10 @@ class NonFiniteLossError(RunError):
 
 
 class RoleError(RunError):
+    pass
+
+
+class DeviceMemoryError(RunError):
     pass
 
 

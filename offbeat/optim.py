@@ -108,6 +108,20 @@ class Optimizer:
             hint = "; try without --fused" if fused else ""
             raise ConfigError(f"torch refuses the optimizer {self.kind}: {error}{hint}") from error
 
+    def state_per_element(self) -> list[int]:
+        """How many numbers it keeps for each element, by group as `group_of` counts them."""
+        probe = [torch.nn.Parameter(torch.zeros(2)) for _ in range(1 + len(self.groups))]
+        optimizer = self.build(probe, range(len(probe)))
+        for param in probe:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        return [
+            sum(
+                isinstance(v, torch.Tensor) and v.shape == (2,) for v in optimizer.state[p].values()
+            )
+            for p in probe
+        ]
+
     def group_of(self, name: str) -> int:
         """0 for the parameters that no pattern matches, then the patterns in their order."""
         for index, pattern in enumerate(self.groups, start=1):

@@ -72,6 +72,10 @@ class Source(ABC):
         """The same, with that device's memory where it fits."""
         return self
 
+    def bytes_on(self, device: torch.device) -> int:
+        """How much of that device's memory it takes."""
+        return 0
+
     @abstractmethod
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """One pass over everything, each example once."""
@@ -119,12 +123,19 @@ class Tensors(_Indexed):
             return self
         with self._lock:
             if device not in self._elsewhere:
-                num_bytes = sum(t.numel() * t.element_size() for t in leaves(self.tensors))
-                fits = 4 * num_bytes <= torch.cuda.mem_get_info(device)[0]
+                fits = 4 * self._num_bytes <= torch.cuda.mem_get_info(device)[0]
                 moved = map_tensors(self.tensors, lambda t: t.to(device)) if fits else None
                 self._elsewhere[device] = self if moved is None else Tensors(moved)
                 torch.cuda.synchronize(device)  # every worker has a stream of its own
             return self._elsewhere[device]
+
+    def bytes_on(self, device: torch.device) -> int:
+        moved = self._elsewhere.get(device, self)
+        return moved._num_bytes if moved.device == device else 0
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in leaves(self.tensors))
 
     def gather(self, indices: Tensor) -> Batch:
         # index_select copies rows, which takes less than half the time of tensor[indices]

@@ -32,15 +32,23 @@ class InprocEngine(ThreadEngine):
     ) -> None:
         """`incarnation` is new to the run's checkpoints, where there are any."""
         super().__init__(job, folder, display, clock)
+        try:
+            self._make_roles(replicas, incarnation)
+        except BaseException:  # there may be no memory for them
+            self._close()
+            raise
+
+    def _make_roles(self, replicas: Sequence[FlatModel], incarnation: int) -> None:
+        job = self.job
         on_gpu = job.server_device.type != "cpu"
         listeners = [InprocListener(attended=on_gpu) for _ in job.slices]
         make_context = functools.partial(
             Context,
             job=job,
             records=self._records,
-            clock=clock,
+            clock=self.clock,
             network=InprocNetwork(listeners),
-            folder=folder,
+            folder=self.folder,
             owns_process=False,
             summaries=self._summaries,
         )
@@ -50,7 +58,7 @@ class InprocEngine(ThreadEngine):
         ]
         rank_0, *others, of_evaluator = replicas
         of_master = make_context(
-            stop=self._stop, say=display.notice, model=rank_0, generation=incarnation
+            stop=self._stop, say=self.display.notice, model=rank_0, generation=incarnation
         )
         self._master = self._make(of_master, "master")
         self._workers = [
@@ -61,7 +69,9 @@ class InprocEngine(ThreadEngine):
         ]
         self._evaluators = []
         if job.test is not None:
-            looking_on = make_context(stop=self._give_up, say=display.notice, model=of_evaluator)
+            looking_on = make_context(
+                stop=self._give_up, say=self.display.notice, model=of_evaluator
+            )
             self._evaluators.append(self._make(looking_on, "evaluator"))
 
     def _go(self) -> None:

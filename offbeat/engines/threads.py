@@ -127,6 +127,9 @@ class ThreadEngine(Engine):
                 thread.join()
         torch.set_num_threads(threads_before)
         self.display.update(self.status())
+        self._close()
+
+    def _close(self) -> None:
         self.display.close()
         self._summaries.close()
         self._records.close()

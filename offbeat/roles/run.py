@@ -22,6 +22,7 @@ from offbeat.roles.evaluator import Evaluator, FolderSource, score_line
 from offbeat.roles.master import Master
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
+from offbeat.run.footprint import explained
 from offbeat.run.rundir import role_name
 from offbeat.run.tensorboard import StepSummaries
 
@@ -40,7 +41,17 @@ class Role(ABC):
 
 
 def make_role(context: Context, role: str, index: int) -> Role:
-    return _KINDS[role](context, index)
+    try:
+        return _KINDS[role](context, index)
+    except torch.OutOfMemoryError as error:
+        raise explained(error, context.job, ranks_here(context, role, index)) from error
+
+
+def ranks_here(context: Context, role: str, index: int) -> list[int]:
+    """The workers whose memory this process knows of: those of all threads, or a role's own."""
+    if context.job.config.engine == "inproc":
+        return list(range(context.job.config.workers))
+    return {"worker": [index], "master": [0]}.get(role, [])
 
 
 def run_role(context: Context, role: str, index: int) -> None:
@@ -77,7 +88,8 @@ class ServerRole(Role):
             stopped = context.stop.is_set() and context.stop_ends_run
             server.close(over=server.over.is_set() or stopped)
         if server.failure is not None:
-            raise server.failure
+            ranks = ranks_here(context, "ps", server.index)
+            raise explained(server.failure, context.job, ranks)
 
     def progress(self) -> Progress:
         staleness = list(self.server.ledger.recent_staleness)
@@ -96,6 +108,7 @@ class WorkerRole(Role):
     ) -> None:
         assert context.network is not None
         job, records, name = context.job, context.records, role_name("worker", rank)
+        self._context = context
         self.worker = Worker(
             job,
             rank,
@@ -116,6 +129,8 @@ class WorkerRole(Role):
         try:
             self.worker.run()
         except BaseException as error:  # Ctrl-C reaches no engine's role: it is the recipe's
+            ranks = ranks_here(self._context, "worker", self.worker.rank)
+            error = explained(error, self._context.job, ranks, self.worker.towers.model)
             raise StepError(self.worker.step, error) from error
 
     def progress(self) -> Progress:
@@ -231,7 +246,11 @@ class EvaluatorRole(Role):
     def run(self) -> None:
         if self._context.folder is not None:
             torch.set_num_threads(1)
-        self._evaluator.run()
+        try:
+            self._evaluator.run()
+        except torch.OutOfMemoryError as error:
+            ranks = ranks_here(self._context, "evaluator", 0)
+            raise explained(error, self._context.job, ranks) from error
 
     def progress(self) -> Progress:
         return {"score": self._evaluator.latest}
