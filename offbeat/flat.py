@@ -199,6 +199,8 @@ class FlatModel:
         self.params = torch.empty(self.manifest.num_elements)
         self._views = [spec.view(self.params) for spec in self.manifest.tensors]
         self._known_pieces: dict[tuple[int, ...], list[list[tuple[Tensor, int, int]]]] = {}
+        self.is_a_view = all(spec.dtype == "float32" for spec in self.manifest.tensors)
+        """Whether parameters show what `params` holds without being converted."""
         with torch.no_grad():
             for view, parameter in zip(self._views, self.parameters, strict=True):
                 view.copy_(parameter)

@@ -102,6 +102,8 @@ class Towers:
         """Each tower's; None before the first step."""
         self._taken: list[list[bool] | None] = [None for _ in self.models]
         """Which tensors got a gradient that a captured step has taken from them already."""
+        self.gradient: Tensor | None = None
+        """That of the last step, where slots are; None: it is elsewhere, or in the slots."""
         self._slices: Sequence[Tensor] = ()
         """Where the last gradient was written."""
         self._reading = Reading(self.devices[0]) if self._gathers else None
@@ -115,6 +117,8 @@ class Towers:
             model.move(device)
         self.landing = self.model.params if self._is_plain else landing
         self._gradients = [torch.empty_like(model.params) for model in self.models]
+        if self._is_plain:
+            self.gradient = self._gradients[0]
 
     @property
     def first_device(self) -> torch.device:
@@ -169,7 +173,8 @@ class Towers:
         """Make every model show what has arrived; returns the names of parameters that had been
         given other memory, and were put back."""
         if self._is_plain:
-            return self.model.refresh()
+            # where a step was replayed no code of the user's has run that could have moved them
+            return [] if self._taken[0] and self.model.is_a_view else self.model.refresh()
         for model in self.models:
             self._staging.upload(self.landing, model.params)
         self._staging.ready()
@@ -286,10 +291,11 @@ class Towers:
         if len(self.models) > 1 or self._taken[0] is None:
             loss = torch.stack([value.to(total.device) for value in self._losses]).sum()
             self._reading.take(loss, total)
-        lo = 0
-        for piece in slices:
-            self._staging.download(total[lo : lo + piece.numel()], piece)
-            lo += piece.numel()
+        if slices[0].data_ptr() != total.data_ptr():  # which was lent to the slots
+            lo = 0
+            for piece in slices:
+                self._staging.download(total[lo : lo + piece.numel()], piece)
+                lo += piece.numel()
         self._reading.sent()
         if len(present) == 1:
             return present[0]

@@ -204,7 +204,7 @@ def batch_length(batch: Batch) -> int:
     first = next(leaves(batch), None)
     if first is None:
         raise DataError(f"a batch must hold tensors; found a {type(batch).__name__} without any")
-    return len(first) if first.dim() else 1
+    return first.shape[0] if first.dim() else 1
 
 
 def not_finite(batch: Batch) -> tuple[int, int]:

@@ -48,7 +48,10 @@ class Landing(Protocol):
     """Where the servers' parameters are to arrive: a worker's towers."""
 
     landing: Tensor
-    """The whole flat vector, in the CPU's memory."""
+    """The whole flat vector, where slots are: in the CPU's memory, or on a GPU."""
+    gradient: Tensor | None
+    """The whole flat gradient of the last step, where slots are; None: it is elsewhere, or in the
+    slots themselves."""
 
     def adopt(self, landing: Tensor) -> None:
         """From now on they arrive there."""
@@ -158,6 +161,8 @@ class Exchange:
             self._clock,
         )
         link = encoding(made, self._codecs[shard])
+        if self._towers.gradient is not None:
+            link.lend(self._towers.gradient[lo:hi])
         if len(self._job.slices) == 1:  # the only server's replies need no further copy
             self._towers.adopt(link.reply_slot.values)
         return link

@@ -176,6 +176,11 @@ class WorkerEnd(ABC):
         """Where to write the next push's payload. The worker's until `push`, then the server's
         until the reply to the push after it has come."""
 
+    def lend(self, values: Tensor) -> None:  # noqa: B027 - most transports have to copy it anyway
+        """Where the worker has its gradients, all of which are written down there before the server
+        is told of them, and let alone until its reply has come: a transport in whose slots that may
+        be takes it for their memory."""
+
     @property
     @abstractmethod
     def pushed_slot(self) -> Slot:

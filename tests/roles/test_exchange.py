@@ -109,6 +109,7 @@ class Place:
 
     def __init__(self, job: Job, network: ScriptedLinks) -> None:
         self.landing = torch.zeros(job.slices[-1][1])
+        self.gradient: Tensor | None = None
         self.open_when_forgotten: list[bool] = []
         self._links = [link for of_shard in network._links for link in of_shard]
 
