@@ -168,6 +168,12 @@ class TrainConfig:
         "anew",
         choices=(AUTO, OFF),
     )
+    compile: bool = _option(
+        False,
+        yes_or_no,
+        "compile the step (torch.compile): close to the plain one, not bit for bit; needs a C++ "
+        "compiler",
+    )
     server_device: str = _option(
         AUTO,
         text,

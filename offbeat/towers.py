@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.capture import RECORDINGS, Captured, Recorder
+from offbeat.compiling import Compiled, Loss
 from offbeat.data.batches import Batch, batch_length, map_tensors
 from offbeat.errors import ConfigError, RecipeError
 from offbeat.flat import FlatModel
@@ -34,7 +35,6 @@ CPU = torch.device("cpu")
 _SAME: Scope = contextlib.nullcontext()
 Result = tuple[Tensor, list[bool]]
 """A loss, on its device, and which tensors got a gradient."""
-Loss = Callable[[nn.Module, Batch], Tensor]
 Parts = list[tuple[float, Batch]]
 """For each tower its share of the examples, and what of the batch it computes on."""
 
@@ -77,11 +77,12 @@ class Towers:
         staging: Staging | None = None,
         make_recorder: Callable[[torch.device], Recorder | None] = lambda device: None,
         tell: Callable[[str], None] = lambda line: None,
+        compiled: Compiled | None = None,
         slot_device: torch.device = CPU,
     ) -> None:
         """`slot_device`: where slots lie. `staging`: None: the one for these devices.
         `make_recorder`: what captures the steps of the tower on a device, if anything; `tell` says
-        where that cannot be."""
+        where that cannot be. `compiled`: what has losses compiled, if anything."""
         self.models = list(models)
         self.devices = list(devices)
         self.model = self.models[0]
@@ -98,6 +99,7 @@ class Towers:
         self._weights: list[float] = []
         self._make_recorder = make_recorder
         self._tell = tell
+        self._compiled = compiled
         self._captured: list[Captured[Result] | None] | None = None
         """Each tower's; None before the first step."""
         self._taken: list[list[bool] | None] = [None for _ in self.models]
@@ -225,15 +227,25 @@ class Towers:
                 value, self._taken[number] = replayed
             else:
                 with self._gate.lock:
-                    value = self._compute_one(self.models[number], loss, part)
+                    model = self.models[number]
+                    value = self._compute_one(model, loss, part, plainly=eagerly)
             self._losses.append(value if weight == 1.0 else value * weight)
 
     def loss(self) -> float:
         """The mean over all parts. This waits for it."""
         return float(sum(value.item() for value in self._losses))
 
-    def _compute_one(self, model: FlatModel, loss: Loss, part: Batch) -> Tensor:
-        """Its loss; the gradient stays in the parameters."""
+    def _compute_one(
+        self, model: FlatModel, loss: Loss, part: Batch, *, plainly: bool = False
+    ) -> Tensor:
+        """Its loss; the gradient stays in the parameters. `plainly`: nothing is compiled."""
+        if self._compiled is None or plainly:
+            return self._differentiate(model, loss, part)
+        return self._compiled.compute(
+            lambda loss: self._differentiate(model, loss, part), loss, part, model.drop_gradient
+        )
+
+    def _differentiate(self, model: FlatModel, loss: Loss, part: Batch) -> Tensor:
         with self._precision(model):
             value = loss(model.module, part)
         _check_loss(value)

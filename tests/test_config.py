@@ -37,6 +37,7 @@ def test_the_flags_are_frozen() -> None:
         "devices",
         "amp",
         "capture",
+        "compile",
         "server_device",
         "data_device",
         "threads",

@@ -20,7 +20,7 @@ LAYERS = [
     ["cluster"],
     ["roles", "report"],
     ["run"],
-    ["capture", "data", "recipes", "towers", "transport"],
+    ["capture", "compiling", "data", "recipes", "towers", "transport"],
     ["flat", "layers", "memory", "optim", "randomness", "reading", "rules", "shard", "streams"],
     ["accounts", "config", "disciplines", "errors", "importing", "ledger", "plugins", "version"],
 ]

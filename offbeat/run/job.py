@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offbeat.capture import CapturedAugment, make_recorder
+from offbeat.compiling import Compiled, check_toolchain
 from offbeat.config import AUTO, BATCHING, OFF, TrainConfig
 from offbeat.data.batches import (
     Batch,
@@ -123,8 +124,13 @@ class Job:
     @property
     def step_size(self) -> int:
         """How many examples one gradient is computed on, by all towers of a worker."""
+        return self._batch_size * self.config.num_towers
+
+    @property
+    def _batch_size(self) -> int:
+        """Of one tower."""
         assert self.config.batch_size is not None
-        return self.config.batch_size * self.config.num_towers
+        return self.config.batch_size
 
     def make_model(self) -> FlatModel:
         """A replica with the run's initial weights. Seeds torch's own generator for a moment."""
@@ -162,6 +168,7 @@ class Job:
             amp=self.amp is not None,
             make_recorder=make_recorder if self.config.capture == AUTO else lambda device: None,
             tell=tell,
+            compiled=Compiled(self._batch_size, tell) if self.config.compile else None,
             slot_device=self.server_device,
         )
 
@@ -420,7 +427,9 @@ def make_job(
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
     config = _resolve_suggestions(config, recipe)
-    find_devices(config.devices or config.device, 0)  # one that is not here is a usage error
+    devices = find_devices(config.devices or config.device, 0)  # one that is not here is an error
+    if config.compile:
+        check_toolchain(devices)
     module = _seeded_model(recipe, config.seed)
     manifest = describe(module)
     _check_groups(optimizer, manifest)
