@@ -314,10 +314,10 @@ class _Start:
 
 def _make_replicas(job: Job) -> list[FlatModel]:
     """What the engine `inproc` needs; the other one only has to know that there can be several."""
-    if job.config.engine == "inproc":
+    if job.facts.engine == "inproc":
         return job.make_replicas(job.config.workers + 1)
     replicas = job.make_replicas(2)
-    return replicas if job.config.engine == "cluster" else []
+    return replicas if job.facts.engine == "cluster" else []
 
 
 def _run(
@@ -356,7 +356,7 @@ def _make_engine(
     incarnation: int,
 ) -> Engine:
     folder = start.folder
-    if job.config.engine == "local":
+    if job.facts.engine == "local":
         return LocalEngine(
             job,
             folder,

@@ -25,11 +25,11 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.plugins import Choice, Option, find, parse, read_options
 
 DISCIPLINES = tuple(disciplines.BUILT_IN)
-ENGINES = ("local", "inproc", "cluster")
 SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
 AUTO, OFF = "auto", "off"
 BF16 = "bf16"
+ENGINES = (AUTO, "local", "inproc", "cluster")
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
@@ -191,10 +191,11 @@ class TrainConfig:
         None, whole, "CPU threads of each worker (default: the cores, shared out)"
     )
     engine: str = _option(
-        "local",
+        AUTO,
         text,
-        "what starts the roles: local, processes of this machine; inproc, threads of this process; "
-        "in a cluster they are started by hand (offbeat role)",
+        "what starts the roles: local, each as a process of this machine; inproc, all as threads "
+        "of this one; auto: inproc where all workers compute on one GPU, else local with one "
+        "process for the workers of each GPU; in a cluster they are started by hand (offbeat role)",
         choices=ENGINES,
     )
     worker_timeout: float = _option(
@@ -429,7 +430,7 @@ def _check_injected(config: TrainConfig) -> None:
                 )
             if value < 1:
                 raise ConfigError(f"{name} must say 1 or more, not {value:g}")
-    if config.kills and config.engine != "local":
+    if config.kills and config.engine not in (AUTO, "local"):
         raise ConfigError(
             f"kill_worker needs the engine local, where workers are processes; not {config.engine}"
         )

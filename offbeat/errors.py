@@ -77,8 +77,9 @@ class DeviceMemoryError(RunError):
 class StepError(RunError):
     """What a worker failed with, and at which step."""
 
-    def __init__(self, step: int, cause: BaseException) -> None:
+    def __init__(self, rank: int, step: int, cause: BaseException) -> None:
         super().__init__(f"at step {step}: {in_a_line(cause)}")
+        self.rank = rank
         self.step = step
         self.__cause__ = cause
 

@@ -448,6 +448,8 @@ RESOLVED: dict[str, Any] = {
     "epochs": 2,
     "steps": None,
     "devices": ["cpu", "cpu"],
+    "engine": "inproc",
+    "crews": None,
     "threads": 1,
     "amp": None,
     "server_device": "cpu",

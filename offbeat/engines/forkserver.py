@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.config import AUTO
 from offbeat.roles.control import CONTROL_VARIABLE
 
 CAN_FORK = sys.platform == "linux"
@@ -211,9 +212,9 @@ def role_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def fork_server(engine: str, given: ForkServer | None = None) -> Iterator[ForkServer | None]:
-    """A fork server for as long as the block lasts, if the engine has a use for it; one that is
-    `given` is its owner's."""
-    if given is not None or engine != "local" or not CAN_FORK:
+    """A fork server for as long as the block lasts, if the engine may have a use for it; one that
+    is `given` is its owner's."""
+    if given is not None or engine not in (AUTO, "local") or not CAN_FORK:
         yield given
         return
     with contextlib.closing(ForkServer()) as server:

@@ -3,7 +3,7 @@
     python -m offbeat role ps|master|worker|evaluator --index I --run-dir RUN
 
 or forked by a process that has imported everything by then, which comes to the same
-(forkserver.py).
+(forkserver.py). Workers of one crew (run/crews.py) are threads of one such process.
 
 Called by the api. It starts them, shows progress, and does what the supervisor says when one dies
 or fails. It takes no part in training. Each process has a line to this one (roles/control.py) and
@@ -45,7 +45,7 @@ from offbeat.roles.control import CONTROL_VARIABLE, DATA_VARIABLE
 from offbeat.run.addresses import Cluster
 from offbeat.run.job import Job
 from offbeat.run.progress import Display, Status
-from offbeat.run.rundir import RunFolder, in_words
+from offbeat.run.rundir import RunFolder, role_name
 
 NOT_BEGUN = "stopping: nothing was learned yet"
 NUM_NAMES = 4
@@ -116,7 +116,7 @@ class LocalEngine(Engine):
         self._key = secrets.token_hex(6)
         self._sockets = _SocketFolder()
         self._supervisor = Supervisor(
-            [Member(role, index, incarnation) for role, index in _roles_of(job)],
+            _members_of(job, incarnation),
             max_restarts=job.config.max_restarts,
             silence_s=job.config.worker_timeout,
         )
@@ -164,7 +164,7 @@ class LocalEngine(Engine):
             for member in self._supervisor.silent(time.monotonic()):
                 self._processes[member].kill()
             for member in self._supervisor.overdue(time.monotonic()):
-                self._say(f"{in_words(member.name)} does not end by itself: killed")
+                self._say(f"{member.who} does not end by itself: killed")
                 self._processes[member].kill()
             self._start_due()
             self.display.update(self.status())
@@ -306,8 +306,10 @@ class LocalEngine(Engine):
         if failure["not_finite"]:
             self.failures.append(NonFiniteLossError(failure["line"]))
         else:
-            error = self.folder.failure(process.name, failure["line"], failure["step"])
-            self.failures.append(error)
+            name, rank = process.name, failure["rank"]
+            if rank not in (None, process.member.index):
+                name = role_name("worker", rank)
+            self.failures.append(self.folder.failure(name, failure["line"], failure["step"]))
         if process.member.is_needed:
             self._end_in_order()
 
@@ -317,7 +319,7 @@ class LocalEngine(Engine):
         self._say(*self._last_words(process))
         self.failures.append(
             RoleError(
-                f"{in_words(process.name)} {how}, and was started again {most} times before "
+                f"{process.member.who} {how}, and was started again {most} times before "
                 f"(--max-restarts); its log is {log}; go on with: offbeat train --resume "
                 f"{self.folder.path}"
             )
@@ -328,11 +330,12 @@ class LocalEngine(Engine):
     def _start_again(self, process: _Process, how: str) -> None:
         member, most = process.member, self._supervisor.max_restarts
         self._say(
-            f"{in_words(member.name)} {how}: starting it again ({member.num_restarts} of {most})",
+            f"{member.who} {how}: starting it again ({member.num_restarts} of {most})",
             *self._last_words(process),
         )
         assert self._books is not None
-        self._books.record("restart", role=member.role, index=member.index, reason=how)
+        crew = {"crew": member.ranks} if len(member.ranks) > 1 else {}
+        self._books.record("restart", role=member.role, index=member.index, **crew, reason=how)
         for key in ("steps", "examples"):
             process.before[key] = process.total(key)
         process.status = {}
@@ -343,11 +346,11 @@ class LocalEngine(Engine):
         """Where everybody is. A server of another epoch has another address, in case the old one is
         still taken."""
         servers = self._supervisor.find("ps")
-        workers = [*self._supervisor.find("master"), *self._supervisor.find("worker")]
+        workers = {rank: m.generation for m in self._supervisor.members for rank in m.ranks}
         Cluster(
             ps=tuple(self._address(server) for server in servers),
             epochs=tuple(server.generation for server in servers),
-            incarnations=tuple(worker.generation for worker in workers),
+            incarnations=tuple(workers[rank] for rank in sorted(workers)),
             began_s=self._began_s,
         ).write(self.folder)
 
@@ -380,18 +383,19 @@ class LocalEngine(Engine):
     def _waits_for(self) -> str:
         """What it takes until there is a gradient."""
         needed = [process for member, process in self._processes.items() if member.is_needed]
-        starting = [in_words(p.name) for p in needed if not p.status.get("ready")]
+        starting = [p.member.who for p in needed if not p.status.get("ready")]
         if not starting:
             return "the first gradient"
         more = len(starting) - NUM_NAMES
         return ", ".join(starting[:NUM_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _roles_of(job: Job) -> list[tuple[str, int]]:
-    config = job.config
-    found = [("ps", index) for index in range(config.servers)]
-    found += [("worker" if rank else "master", rank) for rank in range(config.workers)]
-    return [*found, ("evaluator", 0)] if job.facts.has_test else found
+def _members_of(job: Job, incarnation: int) -> list[Member]:
+    found = [Member("ps", index, incarnation) for index in range(job.config.servers)]
+    for ranks in sorted({job.crew(rank) for rank in range(job.config.workers)}):
+        role = "worker" if ranks[0] else "master"
+        found.append(Member(role, ranks[0], incarnation, ranks=ranks))
+    return [*found, Member("evaluator", 0, incarnation)] if job.facts.has_test else found
 
 
 class _SocketFolder:

@@ -8,7 +8,7 @@ engine `local`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.run.rundir import role_name
+from offbeat.run.rundir import in_words, role_name
 
 STOP_TIMEOUT_S = 3.5
 """How long a run that is being stopped may take before what is left of it is killed."""
@@ -18,7 +18,7 @@ KILL_TIMEOUT_S = 10.0
 
 @dataclass(eq=False)
 class Member:
-    """One role of the run, whoever has it at the moment."""
+    """One process of the run, whoever it is at the moment: a role, or a crew of workers."""
 
     role: str
     index: int
@@ -30,10 +30,21 @@ class Member:
     is_there: bool = False
     is_silent: bool = False
     heard_s: float = 0.0
+    ranks: tuple[int, ...] = ()
+    """The workers that are in its process: itself, or its crew."""
 
     @property
     def name(self) -> str:
         return role_name(self.role, self.index)
+
+    @property
+    def who(self) -> str:
+        """For a person to read: it, and its crew where it has one."""
+        others = self.ranks[1:]
+        if not others:
+            return in_words(self.name)
+        names = [in_words(name) for name in (self.name, *(f"worker-{rank}" for rank in others))]
+        return f"the process of {', '.join(names[:-1])} and {names[-1]}"
 
     @property
     def is_needed(self) -> bool:

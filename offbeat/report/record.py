@@ -207,7 +207,9 @@ class Record:
     def _add_phase(self, event: dict[str, Any]) -> None:
         match event["phase"]:
             case "restart":
-                self.restarts.append((event["at_s"], f"{event['role']} {event['index']}"))
+                names = [f"{event['role']} {event['index']}"]
+                names += [f"worker {rank}" for rank in event.get("crew", ())[1:]]
+                self.restarts.append((event["at_s"], " and ".join(names)))
             case "books":
                 self.books = event["shards"]
             case "checkpoint":

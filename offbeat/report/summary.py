@@ -30,7 +30,7 @@ def summarise(path: Path) -> dict[str, Any]:
         "recipe": config["recipe"],
         "discipline": config["discipline"],
         "staleness_bound": config["staleness"],
-        "engine": config["engine"],
+        "engine": record.resolved.get("engine", config["engine"]),
         "num_servers": config["servers"],
         "num_workers": config["workers"],
         "seed": config["seed"],

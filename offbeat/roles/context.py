@@ -8,7 +8,7 @@ master or evaluator out of it, and cannot tell which of them it was.
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +59,19 @@ class Records(ABC):
 
 
 class FolderRecords(Records):
-    """In a run's folder; `log` is that of all roles, where they share a process."""
+    """In a run's folder; `given` are logs that are open already, and the caller's."""
 
-    def __init__(self, folder: RunFolder, log: logging.Logger | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, given: Mapping[str, logging.Logger] | None = None
+    ) -> None:
         super().__init__()
         self._folder = folder
-        self._log = log
+        self._given = given or {}
         self._logs: dict[str, logging.Logger] = {}
 
     def log(self, name: str) -> logging.Logger:
-        if self._log is not None:
-            return self._log
+        if name in self._given:
+            return self._given[name]
         if name not in self._logs:
             self._logs[name] = self._folder.open_log(name)
         return self._logs[name]

@@ -72,10 +72,10 @@ class Control:
 
     def fail(self, error: BaseException) -> None:
         """Tell the engine why this process ends."""
-        step = error.step if isinstance(error, StepError) else None
+        rank, step = (error.rank, error.step) if isinstance(error, StepError) else (None, None)
         cause = error.__cause__ if isinstance(error, StepError) and error.__cause__ else error
-        not_finite = isinstance(cause, NonFiniteLossError)
-        self._send({"failed": {"line": in_a_line(cause), "step": step, "not_finite": not_finite}})
+        failed = {"rank": rank, "step": step, "line": in_a_line(cause)}
+        self._send({"failed": {**failed, "not_finite": isinstance(cause, NonFiniteLossError)}})
 
     def _run(self) -> None:
         if self._line is not None:

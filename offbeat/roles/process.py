@@ -1,8 +1,9 @@
 """A role as a process of its own: `run_process(config, role, index)`.
 
 Behind `offbeat role ps|master|worker|evaluator --index I --run-dir RUN`, which is what the engine
-`local` starts, one process each. All that a role needs to know stands in the run's folder. The
-process has a line to the engine that started it, which control.py describes.
+`local` starts, one process each; a worker's has the rest of its crew too. All that a role needs to
+know stands in the run's folder. The process has a line to the engine that started it, which
+control.py describes.
 """
 
 import logging
@@ -41,7 +42,6 @@ def run_process(config: TrainConfig, role: str, index: int, control: Control | N
     log = folder.open_log(name)
     try:
         job = _make_job(config, role, folder)
-        log.info("process %d is %s", os.getpid(), name)
         if role != "master" or not folder.state.exists():  # or its predecessor died at the very end
             _run(job, folder, role, index, log, control or Control(None))
     except BaseException as error:
@@ -55,7 +55,12 @@ def _run(
     job: Job, folder: RunFolder, role: str, index: int, log: logging.Logger, control: Control
 ) -> None:
     cluster = Cluster.read(folder)
-    records = FolderRecords(folder, log)
+    name = role_name(role, index)
+    records = FolderRecords(folder, {name: log, "worker-0": log})  # rank 0 is the master's
+    others = job.crew(index)[1:] if role in ("master", "worker") else ()
+    names = [name, *(role_name("worker", rank) for rank in others)]
+    for each in names:
+        records.log(each).info("process %d is %s", os.getpid(), " and ".join(names))
     summaries = Summaries(job, folder, log, cluster.clock)
     if role in ("ps", "worker"):
         control.patience_s = PATIENCE_S

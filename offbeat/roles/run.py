@@ -5,6 +5,7 @@ person started (cluster/). Servers, workers, masters and evaluators are made her
 else.
 """
 
+import dataclasses
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -25,6 +26,9 @@ from offbeat.roles.worker import Worker
 from offbeat.run.footprint import explained
 from offbeat.run.rundir import role_name
 from offbeat.run.tensorboard import StepSummaries
+
+LEAVE_TIMEOUT_S = 3.0
+"""How long the workers of a crew may take to leave, once told to stop, before the process does."""
 
 
 class Role(ABC):
@@ -109,6 +113,7 @@ class WorkerRole(Role):
         assert context.network is not None
         job, records, name = context.job, context.records, role_name("worker", rank)
         self._context = context
+        self.name = name
         self.worker = Worker(
             job,
             rank,
@@ -119,7 +124,7 @@ class WorkerRole(Role):
             clock=context.clock,
             stop=stop or context.stop,
             incarnation=context.generation,
-            seeds_torch=context.owns_process,
+            seeds_torch=context.owns_process and len(job.crew(rank)) == 1,
             summaries=summaries,
             say=context.say,
             connect_timeout_s=context.connect_timeout_s,
@@ -131,7 +136,7 @@ class WorkerRole(Role):
         except BaseException as error:  # Ctrl-C reaches no engine's role: it is the recipe's
             ranks = ranks_here(self._context, "worker", self.worker.rank)
             error = explained(error, self._context.job, ranks, self.worker.towers.model)
-            raise StepError(self.worker.step, error) from error
+            raise StepError(self.worker.rank, self.worker.step, error) from error
 
     def progress(self) -> Progress:
         stats = self.worker.stats
@@ -143,10 +148,88 @@ class WorkerRole(Role):
         }
 
 
+class Crew:
+    """The workers of one process. One alone runs in the thread that runs the crew; of several each
+    has a thread of its own."""
+
+    def __init__(
+        self,
+        context: Context,
+        ranks: Sequence[int],
+        stop: threading.Event,
+        failed: Callable[[WorkerRole, StepError], None],
+        summaries: StepSummaries | None = None,
+    ) -> None:
+        """`failed` is told who failed, and with what, in the thread of whoever did; `summaries` are
+        the first one's, and so is what the context has to say."""
+        self._stop = stop
+        self._failed = failed
+        self.first = WorkerRole(context, ranks[0], stop, summaries)
+        in_silence = dataclasses.replace(context, say=None, model=None)
+        self._roles = [self.first, *(WorkerRole(in_silence, rank, stop) for rank in ranks[1:])]
+
+    def run(self) -> None:
+        """Until all of them have left, or could have done so since they were told to stop."""
+        if len(self._roles) == 1:
+            self._run(self.first)
+            return
+        threads = [
+            threading.Thread(target=self._run, args=(role,), name=role.name, daemon=True)
+            for role in self._roles
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            if self._stop.wait(REPORT_EVERY_S):
+                break
+        for thread in threads:
+            thread.join(LEAVE_TIMEOUT_S)
+
+    def progress(self) -> Progress:
+        """Of all together."""
+        found = [role.progress() for role in self._roles]
+        return {
+            "ready": all(progress["ready"] for progress in found),
+            "steps": sum(progress["steps"] for progress in found),
+            "examples": sum(progress["examples"] for progress in found),
+            "loss": mean(progress["loss"] for progress in found),
+        }
+
+    def _run(self, role: WorkerRole) -> None:
+        try:
+            role.run()
+        except StepError as error:
+            self._failed(role, error)
+
+
+class CrewRole(Role):
+    """Several workers in one process, none of them the master's. When one fails the others end
+    their steps, and the crew fails with what failed first."""
+
+    def __init__(self, context: Context, ranks: Sequence[int]) -> None:
+        self._context = context
+        self._failures: list[StepError] = []
+        self._crew = Crew(context, ranks, context.stop, self._worker_failed)
+
+    def run(self) -> None:
+        self._crew.run()
+        if self._failures:
+            raise self._failures[0]
+
+    def progress(self) -> Progress:
+        return self._crew.progress()
+
+    def _worker_failed(self, role: WorkerRole, error: StepError) -> None:
+        if self._failures or role is not self._crew.first:  # whose log is the process's
+            role.worker.log.error("failed", exc_info=error)
+        self._failures.append(error)
+        self._context.stop.set()
+
+
 class MasterRole(Role):
-    """The run's books in a thread of their own, and rank 0's training in this one. It fails with
-    what failed first; rank 0, like any worker, has not failed once the run is being stopped or is
-    over."""
+    """The run's books in a thread of their own, and in this one the training of rank 0, with that
+    of its crew. It fails with what failed first; no worker has failed once the run is being stopped
+    or is over."""
 
     def __init__(self, context: Context, index: int) -> None:
         assert context.network is not None and context.folder is not None
@@ -157,12 +240,18 @@ class MasterRole(Role):
         self._books_closed = threading.Event()
         self._seen: Sequence[Status] = ()
         self._failures: list[BaseException] = []
-        self._rank_0 = WorkerRole(context, 0, self._books_closed, context.summaries.of_steps())
+        self._crew = Crew(
+            context,
+            context.job.crew(0),
+            self._books_closed,
+            self._worker_failed,
+            context.summaries.of_steps(),
+        )
         self._master = Master(
             context.job,
             context.network,
             context.folder,
-            self._rank_0.worker.towers.model,
+            self._crew.first.worker.towers.model,
             events=context.records.events("master"),
             log=context.records.log("master"),
             clock=context.clock,
@@ -177,7 +266,7 @@ class MasterRole(Role):
         books.start()
         try:
             if self._context.begins_at_once or self._is_opened():
-                self._train()
+                self._crew.run()
         finally:
             books.join()
         for error in self._failures[1:]:
@@ -188,7 +277,7 @@ class MasterRole(Role):
     def progress(self) -> Progress:
         seen = self._seen
         return {
-            **self._rank_0.progress(),
+            **self._crew.progress(),
             "opened": bool(seen),
             "version": max((status.version for status in seen), default=0),
             "staleness": mean([n for status in seen for n in status.staleness]),
@@ -209,13 +298,11 @@ class MasterRole(Role):
             continue
         return not self._books_closed.is_set()
 
-    def _train(self) -> None:
-        try:
-            self._rank_0.run()
-        except StepError as error:
-            if self._context.stop.is_set() or self._folder.state.exists():
-                self._rank_0.worker.log.error("failed", exc_info=error)
-                return
+    def _worker_failed(self, role: WorkerRole, error: StepError) -> None:
+        is_late = self._context.stop.is_set() or self._folder.state.exists()
+        if is_late or role is not self._crew.first:  # whose log is the master's
+            role.worker.log.error("failed", exc_info=error)
+        if not is_late:
             self._failures.append(error)
             self._context.stop.set()  # the books end with a checkpoint of what there is
 
@@ -279,9 +366,15 @@ class EvaluatorRole(Role):
             self._context.say(f"warning: {line}")
 
 
+def _make_worker(context: Context, rank: int) -> Role:
+    """With its crew, where it has one."""
+    ranks = context.job.crew(rank)
+    return WorkerRole(context, rank) if len(ranks) == 1 else CrewRole(context, ranks)
+
+
 _KINDS: dict[str, Callable[[Context, int], Role]] = {
     "ps": ServerRole,
-    "worker": WorkerRole,
+    "worker": _make_worker,
     "master": MasterRole,
     "evaluator": EvaluatorRole,
 }

@@ -12,7 +12,8 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
            only the connection broke), version, seen_version, at_s
     score  by the evaluator: version, metric (null: NaN or infinite), count, at_s
-    run    phase: start, restart (role, index, reason) and end (status, reason) by the engine;
+    run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
+           process) and end (status, reason) by the engine;
            checkpoint (version) and books (shards: version and accounts, as in the last
            checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server; at_s
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ from offbeat.recipes.base import Recipe, accuracy
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
+from offbeat.run.crews import choose_engine, shared_gpu
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
@@ -63,7 +64,8 @@ NUM_AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What only the data can tell, found out once and kept in the run's config.json."""
+    """What only the data and the machine can tell, found out once and kept in the run's
+    config.json."""
 
     num_examples: int | None
     """None: not known before the end of the data is reached."""
@@ -78,6 +80,10 @@ class Facts:
     """The discipline and its options, as a report names them."""
     elastic: bool = False
     """Workers may come and go: the run ends with its `total_updates`, whoever made them."""
+    engine: str = "local"
+    """What starts the roles."""
+    crews: Sequence[Sequence[int]] = ()
+    """Ranks that share a process; who is in none has one alone, where workers are processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +161,10 @@ class Job:
         """What worker `rank` computes on, if it is on this machine."""
         return find_devices(self.config.devices or self.config.device, rank)
 
+    def crew(self, rank: int) -> tuple[int, ...]:
+        """The workers of the process that has worker `rank`, itself among them."""
+        return next((tuple(crew) for crew in self.facts.crews if rank in crew), (rank,))
+
     def make_towers(
         self, rank: int, model: FlatModel, tell: Callable[[str], None] = lambda line: None
     ) -> Towers:
@@ -180,11 +190,9 @@ class Job:
         return shared or CPU
 
     def _shared_gpu(self) -> torch.device | None:
-        if self.config.engine != "inproc" or self.codec is not None:
+        if self.facts.engine != "inproc" or self.codec is not None:
             return None
-        found = {tuple(self.devices(rank)) for rank in range(self.config.workers)}
-        one = found.pop() if len(found) == 1 else ()
-        return one[0] if len(one) == 1 and one[0].type == "cuda" else None
+        return shared_gpu([self.devices(rank) for rank in range(self.config.workers)])
 
     def layout(self, shard: int) -> Layout:
         """What travels between a worker and this shard's server; buffers go to shard 0."""
@@ -360,6 +368,8 @@ class Job:
                 else None
                 for rank in range(config.workers)
             ],
+            "engine": self.facts.engine,
+            "crews": self.facts.crews or None,
             "threads": config.threads,
             "amp": self.amp,
             "server_device": str(self.server_device),
@@ -427,9 +437,12 @@ def make_job(
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
     config = _resolve_suggestions(config, recipe)
-    devices = find_devices(config.devices or config.device, 0)  # one that is not here is an error
+    devices = [  # one that is not here is a usage error
+        find_devices(config.devices or config.device, rank) for rank in range(config.workers)
+    ]
+    engine, crews = choose_engine(config, devices)
     if config.compile:
-        check_toolchain(devices)
+        check_toolchain(itertools.chain(*devices))
     module = _seeded_model(recipe, config.seed)
     manifest = describe(module)
     _check_groups(optimizer, manifest)
@@ -462,6 +475,8 @@ def make_job(
         and known_length
         and config.split == "shared"
         and not config.chosen.kind.in_rounds,
+        engine=engine,
+        crews=crews,
     )
     job = dataclasses.replace(_cut(config, recipe, manifest, facts), train=train, test=test)
     if config.server_device == "cuda" and job.server_device == CPU:

@@ -112,6 +112,21 @@ def test_without_a_master_all_are_told_and_without_a_step_all_are_killed() -> No
     assert not ending.told and len(ending.killed) == len(ROLES)
 
 
+@pytest.mark.parametrize(
+    ("role", "ranks", "who"),
+    [
+        ("ps", (), "server 1"),
+        ("worker", (1,), "worker 1"),
+        ("worker", (1, 3), "the process of worker 1 and worker 3"),
+        ("master", (0, 2, 4), "the process of the master, worker 2 and worker 4"),
+    ],
+)
+def test_a_member_is_called_by_all_that_are_in_its_process(
+    role: str, ranks: tuple[int, ...], who: str
+) -> None:
+    assert Member(role, 0 if role == "master" else 1, ranks=ranks).who == who
+
+
 @pytest.mark.parametrize(("is_over", "left"), [(True, 3), (False, 4)])
 def test_when_the_master_has_left_the_evaluator_alone_may_stay(is_over: bool, left: int) -> None:
     supervisor, by_name = a_run()

@@ -14,10 +14,11 @@ from scripted import ScriptedNetwork, ScriptedServer
 
 import offbeat
 from offbeat.errors import CheckpointError, NonFiniteLossError, StepError
+from offbeat.roles import run
 from offbeat.roles.context import Context, FolderRecords, SentRecords
 from offbeat.roles.master import Master
-from offbeat.roles.run import make_role, run_role
-from offbeat.roles.worker import Worker
+from offbeat.roles.run import Crew, make_role, run_role
+from offbeat.roles.worker import Worker, WorkerStats
 from offbeat.run.events import EventLog
 from offbeat.run.rundir import RunFolder
 from offbeat.run.tensorboard import Summaries
@@ -187,6 +188,90 @@ def test_a_failing_worker_says_at_which_step(
         run_role(context, "worker", 0)
     context.records.close()
     assert caught.value.step == 7 and isinstance(caught.value.__cause__, KeyboardInterrupt)
+
+
+# -- workers that share a process ------------------------------------------------------------------
+
+
+def a_crew(folder: RunFolder, *ranks: int, **more: Any) -> Context:
+    job = toy_job(servers=1, workers=max(ranks) + 1)
+    facts = dataclasses.replace(job.facts, crews=[ranks])
+    return a_context(folder, job=dataclasses.replace(job, facts=facts), **more)
+
+
+def test_a_crew_fails_with_what_failed_first_and_waits_for_no_one_who_does_not_end(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def run_(self: Worker) -> None:
+        self.step = 7
+        if self.rank == 3:
+            raise KeyError("the seventh batch")
+        assert over.wait(10)
+
+    monkeypatch.setattr(Worker, "run", run_)
+    monkeypatch.setattr(run, "LEAVE_TIMEOUT_S", 0.01)
+    context = a_crew(folder, 1, 3)
+    with pytest.raises(StepError) as caught:
+        run_role(context, "worker", 1)
+    over.set()
+    context.records.close()
+    assert (caught.value.rank, caught.value.step) == (3, 7)
+    assert context.stop.is_set(), "the others are told"
+    assert "the seventh batch" in (folder.logs / "worker-3.log").read_text()
+
+
+def test_the_master_fails_with_what_failed_first_in_its_crew(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = a_crew(folder, 0, 2)
+
+    def run_(self: Worker) -> None:
+        assert self._stop is not context.stop, "the books are closed first"
+        if self.rank == 2:
+            raise NonFiniteLossError("the loss became nan")
+        assert self._stop.wait(10)
+
+    monkeypatch.setattr(Master, "run", lambda self: context.stop.wait(10) and "interrupted")
+    monkeypatch.setattr(Worker, "run", run_)
+    with pytest.raises(StepError) as caught:
+        run_role(dataclasses.replace(context, begins_at_once=True), "master", 0)
+    context.records.close()
+    assert caught.value.rank == 2
+    assert "the loss became nan" in (folder.logs / "worker-2.log").read_text()
+
+
+def test_a_crew_is_one_in_what_it_tells(folder: RunFolder) -> None:
+    said: list[str] = []
+    context = a_crew(folder, 0, 2, say=said.append)
+    crew = Crew(context, (0, 2), context.stop, lambda role, error: None)
+    for role, steps, loss in zip(crew._roles, (3, 4), (1.0, 2.0), strict=True):
+        role.worker.stats = WorkerStats(num_steps=steps, num_examples=10 * steps, loss=loss)
+    context.records.close()
+    assert crew.progress() == {"ready": False, "steps": 7, "examples": 70, "loss": 1.5}
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [((0,), [True]), ((0, 1), [False, False])])
+def test_torchs_generator_is_nobodys_where_several_workers_share_it(
+    folder: RunFolder, ranks: tuple[int, ...], seeds: list[bool]
+) -> None:
+    context = a_crew(folder, *ranks)
+    crew = Crew(context, ranks, context.stop, lambda role, error: None)
+    context.records.close()
+    assert [role.worker._seeds_torch for role in crew._roles] == seeds
+
+
+def test_lines_on_the_console_are_the_first_ones(folder: RunFolder) -> None:
+    made = toy_job(servers=1, workers=2, log_every=1)
+    facts = dataclasses.replace(made.facts, crews=[(0, 1)])
+    context = a_context(folder, job=dataclasses.replace(made, facts=facts), say=print)
+    crew = Crew(context, (0, 1), context.stop, lambda role, error: None)
+    context.records.close()
+    assert [role.worker._say is not None for role in crew._roles] == [True, False]
+
+
+# -- records ---------------------------------------------------------------------------------------
 
 
 def test_records_without_a_folder_go_where_they_are_sent() -> None:

@@ -60,7 +60,9 @@ class LocalRun:
         recipe: str = "recipe",
         run: str = "r",
         source: str = RECIPE_FILE,
+        crews: list[list[int]] | None = None,
     ) -> None:
+        """`crews`: what the launcher is to find of workers that share a GPU."""
         self.folder = folder
         self.run_dir = folder / run
         file = folder / "recipes.py"
@@ -71,7 +73,7 @@ class LocalRun:
             given += ["--recipe", f"{file}:{recipe}", "--run-dir", str(self.run_dir)]
         self.output = (folder / f"{run}.out").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "offbeat", "train", "--threads", "1", *device, *given],
+            [*_command(crews), "train", "--threads", "1", *device, *given],
             stdout=self.output,
             stderr=subprocess.STDOUT,
             cwd=folder,
@@ -129,6 +131,19 @@ class LocalRun:
             lambda: all(self.num_steps(rank) >= count for rank in ranks),
             f"workers {ranks} had done {count} steps",
         )
+
+
+def _command(crews: list[list[int]] | None) -> list[str]:
+    if crews is None:
+        return [sys.executable, "-m", "offbeat"]
+    program = f"""
+import sys
+from offbeat.run import job
+job.choose_engine = lambda config, devices: ("local", {crews})
+from offbeat.cli import main
+sys.exit(main())
+"""
+    return [sys.executable, "-c", program]
 
 
 def find_processes(run_dir: Path, role: str = "") -> list[int]:
