@@ -177,8 +177,7 @@ class TrainConfig:
     server_device: str = _option(
         AUTO,
         text,
-        "where servers keep parameters: cpu, or cuda, where all workers are threads (--engine "
-        "inproc) on one GPU",
+        "where servers keep parameters: cpu, or cuda, where all workers are threads on one GPU",
         choices=(AUTO, "cpu", "cuda"),
     )
     data_device: str = _option(

@@ -294,6 +294,8 @@ def test_there_is_one_only_where_it_is_of_use(
 ) -> None:
     with fork_server("inproc") as none, fork_server("local", own) as given:
         assert (none, given) == (None, own)
+    with fork_server("auto") as made:
+        assert made is not None, "it may mean local, and there is no time to lose"
     monkeypatch.setattr(forkserver, "CAN_FORK", False)
     with fork_server("local") as none:
         assert none is None
