@@ -343,7 +343,15 @@ def test_a_gpu_learns_what_the_cpu_learns(devices: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here")
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_processes_share_a_gpu(discipline: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chosen", "crews"), [("inproc", []), ("local", []), ("local", [[0, 1]])])
+def test_workers_share_a_gpu_as_threads_as_processes_and_as_a_crew(
+    discipline: str,
+    chosen: str,
+    crews: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offbeat.run.job.choose_engine", lambda config, devices: (chosen, crews))
     result = offbeat.train(
         "fashion-cnn",
         discipline=discipline,
@@ -354,4 +362,4 @@ def test_processes_share_a_gpu(discipline: str, tmp_path: Path) -> None:
         quiet=True,
         run_dir=tmp_path / "r",
     )
-    assert result.summary["gradients"] == 120
+    assert (result.summary["gradients"], result.summary["engine"]) == (120, chosen)

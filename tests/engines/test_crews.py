@@ -2,16 +2,18 @@
 other, with all of them. Which ones share it is for the GPUs to say; here, where there are none, the
 launcher is told, and the processes find it in the run's folder."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import ChaosRun, Fault, Plan
-from processes import LocalRun, leftovers
+from chaos import ChaosRun, Fault, Plan, draw_plan
+from processes import RECIPE_FILE, LocalRun, leftovers
 
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.report.record import read_run
@@ -21,7 +23,6 @@ CREWS = [[0, 2], [1, 3]]
 TIMEOUT_S = 90.0
 FAILING = """
 import threading
-
 def failing(model, batch):
     name = threading.current_thread().name
     failing.counts[name] = failing.counts.get(name, 0) + 1
@@ -44,18 +45,22 @@ Strike = Callable[..., ChaosRun]
 
 @pytest.fixture
 def strike(tmp_path: Path, forks: ForkServer | None, monkeypatch: pytest.MonkeyPatch) -> Strike:
-    def strike(discipline: str, *faults: Fault, workers: int = 4) -> ChaosRun:
-        crews = lambda config, devices: ("local", CREWS)  # noqa: E731
-        monkeypatch.setattr("offbeat.run.job.choose_engine", crews)
-        run = ChaosRun(tmp_path, Plan(0, discipline, 2, workers, 150, 60, list(faults)), forks)
+    monkeypatch.setattr("offbeat.run.job.choose_engine", lambda config, devices: ("local", CREWS))
+
+    def strike(plan: Plan) -> ChaosRun:
+        run = ChaosRun(tmp_path, plan, forks)
         run.strike()
         if not run.has_ended(TIMEOUT_S):
             run.kill_all()
             pytest.fail(f"it does not end: {run.notes.lines}")
-        assert list(run.complaints()) == [], run.notes.lines
+        assert list(run.complaints()) == [], f"{plan}\n{run.notes.lines}"
         return run
 
     return strike
+
+
+def a_plan(discipline: str, *faults: Fault) -> Plan:
+    return Plan(0, discipline, 2, 4, 150, 60, list(faults))
 
 
 def events(run: ChaosRun, name: str) -> list[dict[str, Any]]:
@@ -76,7 +81,7 @@ def test_a_crew_that_dies_is_replaced_with_all_of_its_ranks(
     strike: Strike, discipline: str, role: str, index: int, who: str
 ) -> None:
     fault = Fault(0.3, f"{role} --index {index}", signal.SIGKILL)
-    run = strike(discipline, fault)
+    run = strike(a_plan(discipline, fault))
     said = f"the process of {who} was killed by SIGKILL: starting it again (1 of 20)"
     assert said in run.notes.lines
     crew = [index, index + 2]
@@ -86,13 +91,12 @@ def test_a_crew_that_dies_is_replaced_with_all_of_its_ranks(
     for rank in range(4):
         incarnations = {push["incarnation"] for push in pushes if push["worker"] == rank}
         assert incarnations == ({0, 1} if rank in crew else {0}), rank
-        assert (run.run_dir / "logs" / f"worker-{rank or 2}.log").exists()
-    (_, named) = read_run(run.run_dir).restarts[0]
+    ((_, named),) = read_run(run.run_dir).restarts
     assert named == f"{role} {index} and worker {index + 2}"
 
 
 def test_a_quiet_run_has_a_process_for_each_crew(strike: Strike) -> None:
-    run = strike("sync")
+    run = strike(a_plan("sync"))
     described = json.loads((run.run_dir / "config.json").read_text())
     assert described["job"]["crews"] == described["resolved"]["crews"] == CREWS
     assert described["config"]["engine"] == "auto"
@@ -108,8 +112,17 @@ def test_a_quiet_run_has_a_process_for_each_crew(strike: Strike) -> None:
 
 @pytest.mark.slow
 def test_a_crew_that_hangs_is_replaced(strike: Strike) -> None:
-    run = strike("sync", Fault(0.3, "worker --index 1", signal.SIGSTOP))
+    run = strike(a_plan("sync", Fault(0.3, "worker --index 1", signal.SIGSTOP)))
     assert any("worker 1 and worker 3 was silent for 2 s" in line for line in run.notes.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_dies_the_books_hold(strike: Strike, seed: int) -> None:
+    plan = draw_plan(seed)
+    roles = [re.sub(r"worker .*", "worker --index 1", fault.role) for fault in plan.faults]
+    faults = [dataclasses.replace(f, role=r) for f, r in zip(plan.faults, roles, strict=True)]
+    strike(dataclasses.replace(plan, workers=4, faults=faults))
 
 
 # -- from the shell --------------------------------------------------------------------------------
@@ -134,8 +147,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
 def test_an_error_of_one_rank_is_told_with_rank_step_and_log(
     start: Callable[..., LocalRun], rank: int
 ) -> None:
-    from processes import RECIPE_FILE
-
     run = start(recipe="fails", source=RECIPE_FILE + FAILING % rank)
     assert run.wait() == 1
     assert f"worker {rank} failed at step 6: KeyError: 'the sixth batch' (recipes" in run.text()
@@ -146,6 +157,7 @@ def test_an_error_of_one_rank_is_told_with_rank_step_and_log(
     assert newest_checkpoint(run.run_dir / "checkpoints").version > 0
 
 
+@pytest.mark.slow
 def test_a_run_of_crews_is_stopped_and_resumed_without_them(
     start: Callable[..., LocalRun], tmp_path: Path
 ) -> None:
