@@ -55,7 +55,7 @@ def test_sync_answers_all_with_the_same_bits_after_the_round(tmp_path: Path) -> 
 
 def test_sync_goes_on_when_a_worker_leaves_or_its_deadline_passes(tmp_path: Path) -> None:
     now = [0.0]
-    options = {"round_timeout_s": 30.0}
+    options = {"round_timeout_s": 20.0}
     with rig(tmp_path, "sync", 3, clock=lambda: now[0], discipline_options=options) as r:
         hands = r.join_all(3)
         hands[0].push(1.0)
@@ -65,7 +65,7 @@ def test_sync_goes_on_when_a_worker_leaves_or_its_deadline_passes(tmp_path: Path
         assert hands[0].params.tolist() == [-2] * 4
         hands[0].push(1.0)
         assert not hands[0].has_reply(0.3), "the clock stands still"
-        now[0] = 31.0
+        now[0] = 21.0  # nobody counts as gone by then
         assert hands[0].reply().version == 2, "the deadline closes the round"
         assert hands[0].params.tolist() == [-3] * 4
         assert hands[1].exchange(1.0).status == "dropped"
