@@ -202,19 +202,21 @@ def a_crew(folder: RunFolder, *ranks: int, **more: Any) -> Context:
 def test_a_crew_fails_with_what_failed_first_and_waits_for_no_one_who_does_not_end(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over = threading.Event()
+    over, left = threading.Event(), threading.Event()
 
     def run_(self: Worker) -> None:
         self.step = 7
         if self.rank == 3:
             raise KeyError("the seventh batch")
-        assert over.wait(10)
+        over.wait(10)
+        left.set()
 
     monkeypatch.setattr(Worker, "run", run_)
     monkeypatch.setattr(run, "LEAVE_TIMEOUT_S", 0.01)
     context = a_crew(folder, 1, 3)
     with pytest.raises(StepError) as caught:
         run_role(context, "worker", 1)
+    assert not left.is_set(), "its step may never end"
     over.set()
     context.records.close()
     assert (caught.value.rank, caught.value.step) == (3, 7)
