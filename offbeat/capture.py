@@ -56,6 +56,14 @@ class Recorder(ABC):
         that it draws from, beside torch's own; each time as they stand then. Whatever cannot be
         recorded raises a RuntimeError."""
 
+    def drawing_from(
+        self, generator: torch.Generator | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """In it, what is drawn from torch's own generator of the device, which all threads share,
+        is drawn from this one instead; and so it is whenever something is replayed that was
+        recorded in it."""
+        return contextlib.nullcontext()
+
 
 class Recordings:
     """torch records once at a time in a process; and while it does nobody else may draw from the
@@ -74,7 +82,7 @@ class Recordings:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """By a thread that is in no gate."""
+        """By a thread that is in no gate, unless it is in here already."""
         with self._recording, contextlib.ExitStack() as closed:
             for gate in list(self._gates):
                 closed.enter_context(gate.lock)
@@ -85,7 +93,7 @@ class Gate:
     """In it, as `with gate.lock`, nobody records."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
 
 
 RECORDINGS = Recordings()
@@ -94,17 +102,27 @@ RECORDINGS = Recordings()
 class CudaRecorder(Recorder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._index = device.index or 0
+        self._common = torch.cuda.default_generators[device.index or 0]
+
+    @contextlib.contextmanager
+    def drawing_from(self, generator: torch.Generator | None) -> Iterator[None]:
+        before = self._common.graphsafe_get_state()
+        if generator is not None:
+            self._common.graphsafe_set_state(generator.graphsafe_get_state())
+        try:
+            yield
+        finally:
+            self._common.graphsafe_set_state(before)
 
     def record(
         self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
     ) -> tuple[Callable[[], None], T]:
-        with RECORDINGS.one(), torch.cuda.device(self._device):
+        with torch.cuda.device(self._device):
             try:
                 return self._record(work, generators)
             except RuntimeError:
                 # their state would go on to say that it is being recorded
-                for generator in (*generators, torch.cuda.default_generators[self._index]):
+                for generator in (*generators, self._common):
                     generator.graphsafe_set_state(generator.clone_state())
                 raise
 
@@ -146,7 +164,8 @@ class Captured(Generic[T]):
     statistics), which a recording is to leave as they were; `mark_random` returns what makes the
     next one draw the same random numbers again as the next one now would. `state` is what Python
     keeps from one time to the next, such as a count of steps: a replay runs no Python, and would
-    leave it as it is. `gate`: of the thread that uses this."""
+    leave it as it is. `gate`: of the thread that uses this. `instead`: what it draws from where it
+    draws from torch's own generator of the device."""
 
     def __init__(
         self,
@@ -161,6 +180,7 @@ class Captured(Generic[T]):
         buffers: Callable[[], list[Tensor]] = list,
         state: Callable[[], Mapping[str, Any]] = dict,
         generators: Sequence[torch.Generator] = (),
+        instead: torch.Generator | None = None,
     ) -> None:
         self._what = what
         self._work = work
@@ -172,6 +192,7 @@ class Captured(Generic[T]):
         self._buffers = buffers
         self._state = state
         self._generators = generators
+        self._instead = instead
         self._seen: dict[Any, int] = {}
         self._shape: Any = None
         self._recording: _Recording[T] | None = None
@@ -205,10 +226,9 @@ class Captured(Generic[T]):
         before = [buffer.clone() for buffer in self._buffers()]
         rewind = self._mark_random()
         try:
-            self._recording = self._try_to_record(batch, rewind)
+            with RECORDINGS.one(), self._recorder.drawing_from(self._instead):
+                self._recording = self._try_to_record(batch, rewind)
             self._shape = shape
-        except torch.OutOfMemoryError:
-            raise  # the run's, which has more to say of it
         except RuntimeError as error:
             self._give_up(in_a_line(error))
         for buffer, value in zip(self._buffers(), before, strict=True):
@@ -224,18 +244,17 @@ class Captured(Generic[T]):
 
         given = map_tensors(batch, torch.clone)
         replay, result = self._recorder.record(work, self._generators)
-        with self._gate.lock:
-            rewind()
-            before = {**self._state(), **_python_random()}
-            tensors, rest = self._parts(work())
-            changed = _changed(before, {**self._state(), **_python_random()})
-            expected = [tensor.clone() for tensor in tensors]
-            rewind()
-            found, found_rest = self._parts(result)
-            for tensor in found:
-                tensor.zero_()
-            _fill(still, given)  # of which a part may be in the result as it is
-            replay()
+        rewind()
+        before = {**self._state(), **_python_random()}
+        tensors, rest = self._parts(work())
+        changed = _changed(before, {**self._state(), **_python_random()})
+        expected = [tensor.clone() for tensor in tensors]
+        rewind()
+        found, found_rest = self._parts(result)
+        for tensor in found:
+            tensor.zero_()
+        _fill(still, given)  # of which a part may be in the result as it is
+        replay()
         if changed:
             raise RuntimeError(f"it depends on what Python keeps: {', '.join(changed)}")
         if rest != found_rest or not all(map(_is_close, found, expected)):

@@ -94,6 +94,8 @@ class Towers:
         self._gathers = not (self._is_plain and slot_device == CPU)
         """Gradients are gathered in memory that is the same every time."""
         self._gate = RECORDINGS.make_gate()
+        self._generators = {device: torch.Generator(device) for device in self._gpus}
+        """What captured steps draw from."""
         self._losses: list[Tensor] = []
         """Of the towers that had examples, each times its share of them."""
         self._weights: list[float] = []
@@ -144,8 +146,13 @@ class Towers:
         for model in self.models:
             model.check_identity()
 
-    def seed(self, seed: int) -> None:
-        """Make what the forward passes draw depend on nothing but `seed`."""
+    def seed(self, seed: int, *, captured_only: bool = False) -> None:
+        """Make what the forward passes draw depend on nothing but `seed`. `captured_only`: those
+        that are replayed; others draw from torch's own generators, which all threads share."""
+        for device, generator in self._generators.items():
+            generator.manual_seed(seed + self._gpus.index(device))
+        if captured_only:
+            return
         torch.default_generator.manual_seed(seed)
         for number, device in enumerate(self._gpus):
             assert device.index is not None
@@ -154,12 +161,12 @@ class Towers:
     def _mark_random(self) -> Callable[[], None]:
         """Returns what has the next forward pass draw what the next one now would."""
         on_cpu = torch.get_rng_state()
-        on_gpus = [(device, torch.cuda.get_rng_state(device)) for device in self._gpus]
+        states = [(generator, generator.get_state()) for generator in self._generators.values()]
 
         def rewind() -> None:
             torch.set_rng_state(on_cpu)
-            for device, state in on_gpus:
-                torch.cuda.set_rng_state(state, device)
+            for generator, state in states:
+                generator.set_state(state)
 
         return rewind
 
@@ -280,6 +287,7 @@ class Towers:
             mark_random=self._mark_random,
             tell=self._tell,
             gate=self._gate,
+            instead=self._generators.get(self.devices[number]),
         )
 
     def take_gradient(self, slices: Sequence[Tensor]) -> list[bool]:

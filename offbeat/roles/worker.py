@@ -82,7 +82,8 @@ class Worker:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
-        from torch's own generator can be made to depend on nothing but seed, rank and step. `say`
+        from torch's own generator can be made to depend on nothing but seed, rank and step; what a
+        captured step draws always does. `say`
         shows the user the lines that --log-every asks for."""
         self.job = job
         self.rank = rank
@@ -198,8 +199,9 @@ class Worker:
         """Loss and gradient of one batch, which stay with the towers."""
         if self.step % IDENTITY_CHECK_EVERY == 1:
             self.towers.check_identity()
-        if self._seeds_torch:
-            self.towers.seed(make_seed(self.job.config.seed, "forward", self.rank, self.step))
+        if self._seeds_torch or self.towers.is_told:
+            seed = make_seed(self.job.config.seed, "forward", self.rank, self.step)
+            self.towers.seed(seed, captured_only=not self._seeds_torch)
         self.towers.compute(self.job.recipe.loss, self.towers.deal(batch), eagerly=eagerly)
 
     def _check_loss(self, loss: float, batch: Batch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import SGD, Adam
-from offbeat.capture import Captured, Recorder
+from offbeat.capture import RECORDINGS, Captured, Recorder
 from offbeat.config import make_config
 from offbeat.data.batches import Tensors
 from offbeat.errors import DeviceMemoryError, RoleError
@@ -242,8 +242,8 @@ def test_a_recording() -> None:
         parts=lambda batch: ([batch], None),
         mark_random=lambda: lambda: None,
         tell=told.append,
+        gate=RECORDINGS.make_gate(),
     )
-    assert captured.replay(torch.zeros(1)) is None
-    with pytest.raises(torch.OutOfMemoryError):
-        captured.replay(torch.zeros(1))
-    assert not told, "it is the run that has something to say"
+    for _ in range(3):
+        assert captured.replay(torch.zeros(1)) is None, "anew it may well fit"
+    assert len(told) == 1 and "Tried to allocate" in told[0]
