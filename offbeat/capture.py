@@ -215,6 +215,17 @@ class Captured(Generic[T]):
             recording.replay()
         return recording.result
 
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """For doing it anew, whatever for: it draws what it would draw if it were replayed. Where
+        nothing is ever replayed others are not held up for that."""
+        if self._is_given_up:
+            with self._gate.lock:
+                yield
+        else:
+            with RECORDINGS.one(), self._recorder.drawing_from(self._instead):
+                yield
+
     def _is_due(self, shape: Any) -> bool:
         self._seen[shape] = self._seen.get(shape, 0) + 1
         return self._seen[shape] >= SEEN_BEFORE

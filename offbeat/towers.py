@@ -229,11 +229,11 @@ class Towers:
             self._taken[number] = None
             if not weight:
                 continue
-            captured = None if eagerly else self._captured[number]
-            if captured is not None and (replayed := captured.replay(part)) is not None:
+            captured = self._captured[number]
+            if captured and not eagerly and (replayed := captured.replay(part)) is not None:
                 value, self._taken[number] = replayed
             else:
-                with self._gate.lock:
+                with captured.in_place() if captured else self._gate.lock:
                     model = self.models[number]
                     value = self._compute_one(model, loss, part, plainly=eagerly)
             self._losses.append(value if weight == 1.0 else value * weight)

@@ -1,8 +1,9 @@
 """Captured steps: the logic on the CPU, with a recorder that only pretends; the rest on a GPU."""
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,28 @@ def test_one_tower_on_the_cpu_records_nothing() -> None:
         towers.take_gradient([torch.zeros_like(towers.landing)])
 
 
+def test_a_step_that_is_done_anew_draws_from_where_its_replays_draw() -> None:
+    order: list[str] = []
+
+    class Borrowing(Pretender):
+        @contextlib.contextmanager
+        def drawing_from(self, generator: torch.Generator | None) -> Iterator[None]:
+            order.append("borrowed")
+            yield
+            order.append("given back")
+
+    steps, *_ = squares(Borrowing())
+    with steps.in_place():
+        order.append("anew")
+    assert order == ["borrowed", "anew", "given back"]
+    steps, *_ = squares(Unable())
+    for _ in range(2):
+        steps.replay(batch_of(1, 2, 3))
+    with steps.in_place():
+        order.append("without a recording")
+    assert order[3:] == ["without a recording"]
+
+
 def test_a_recording_waits_for_steps_and_steps_for_a_recording() -> None:
     recordings, order = Recordings(), list[str]()
     gate, other = recordings.make_gate(), recordings.make_gate()
@@ -389,6 +412,35 @@ def test_a_model_that_looks_at_its_numbers_is_trained_eagerly_and_told(
     offbeat.train(recipe, run_dir=tmp_path / "run", engine="inproc", workers=2, steps=30)
     told = "".join(log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
     assert "the step is not captured" in told
+
+
+@pytest.mark.gpu
+def test_what_threads_draw_is_a_function_of_seed_rank_and_step(
+    gpu: torch.device, tmp_path: Path
+) -> None:
+    """Whichever of them comes first."""
+
+    class Dropping(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
+
+    found = [
+        offbeat.train(
+            toy_recipe(model=Dropping, batch_size=25),
+            run_dir=tmp_path / str(number),
+            engine="inproc",
+            discipline="sync",
+            workers=3,
+            steps=40,
+            seed=seed,
+        ).state_dict()
+        for number, seed in enumerate([7, 7, 8])
+    ]
+    same, other = (
+        max(float((found[0][name] - found[k][name]).abs().max()) for name in found[0])
+        for k in (1, 2)
+    )
+    assert same < 1e-4 < 1e-2 < other
 
 
 @pytest.mark.gpu
