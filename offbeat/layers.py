@@ -44,7 +44,7 @@ class LocalResponseNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # squares and powers want float32
             result: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-                x.float(), self._band(x), self.alpha / self.size, self.beta, self.k
+                x.float(), self._band(x), self.beta, self.k
             )
         return result
 
@@ -52,38 +52,36 @@ class LocalResponseNorm(nn.Module):
         return f"{self.size}, alpha={self.alpha}, beta={self.beta}, k={self.k}"
 
     def _band(self, x: Tensor) -> Tensor:
-        """[c, c], with ones where a channel (row) counts among another's (column's) neighbours:
-        as torch has it, size // 2 before it and (size - 1) // 2 behind."""
+        """[c, c], with alpha / size where a channel (row) counts among another's (column's)
+        neighbours: as torch has it, size // 2 before it and (size - 1) // 2 behind."""
         key = (x.shape[1], x.device)
         if key not in self._bands:
             channels = torch.arange(x.shape[1], device=x.device)
             distance = channels[:, None] - channels[None, :]
             near = (distance >= -(self.size // 2)) & (distance <= (self.size - 1) // 2)
-            self._bands[key] = near.float()
+            self._bands[key] = near.float() * (self.alpha / self.size)
         return self._bands[key]
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, band: Tensor, alpha: float, beta: float, k: float) -> Tensor:
-        scale = _over_neighbours(x * x, band).mul_(alpha).add_(k)
+    def forward(ctx: Any, x: Tensor, band: Tensor, beta: float, k: float) -> Tensor:
+        scale = _over_neighbours(x * x, band).add_(k)
         ctx.save_for_backward(x, band, scale)
-        ctx.factors = (alpha, beta)
+        ctx.beta = beta
         return _inverse_power(scale, beta).mul_(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         x, band, scale = ctx.saved_tensors
-        alpha, beta = ctx.factors
-        power = _inverse_power(scale, beta)
-        direct = gradient * power
+        direct = _inverse_power(scale, ctx.beta).mul_(gradient)
         through = _over_neighbours((direct * x).div_(scale), band.t())
-        return direct.addcmul_(through, x, value=-2 * alpha * beta), None, None, None, None
+        return direct.addcmul_(through, x, value=-2 * ctx.beta), None, None, None
 
 
 def _over_neighbours(values: Tensor, band: Tensor) -> Tensor:
-    """[b, c, ...] -> the same, summed over each channel's neighbours."""
+    """[b, c, ...] -> the same, each channel's neighbours summed up."""
     if values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last):
         return (values.permute(0, 2, 3, 1) @ band).permute(0, 3, 1, 2)
     return (band.t() @ values.flatten(2)).view(values.shape)
@@ -91,7 +89,7 @@ def _over_neighbours(values: Tensor, band: Tensor) -> Tensor:
 
 def _inverse_power(scale: Tensor, beta: float) -> Tensor:
     """scale ** -beta, in memory of its own."""
-    if beta == 0.75:  # several times as fast as a power
+    if beta == 0.75 and scale.device.type == "cpu":  # several times as fast there as a power
         root = scale.rsqrt()
         return root.sqrt().mul_(root)
     return scale.pow(-beta)
