@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import Spiced, cross_entropy, toy_data, toy_job, toy_recipe
+from recording import Pretender
 from rig import in_threads
 from torch import Tensor, nn
 
 import offbeat
 from offbeat.capture import (
-    NUM_WARM_UP,
     RECORDINGS,
     Captured,
     CapturedAugment,
@@ -25,30 +25,8 @@ from offbeat.capture import (
     T,
     make_recorder,
 )
-from offbeat.data.batches import leaves
 from offbeat.flat import FlatModel
 from offbeat.towers import CPU, Result, Towers
-
-
-class Pretender(Recorder):
-    """Does again what it should replay, into the tensors that it gave."""
-
-    def __init__(self) -> None:
-        self.num_replayed = 0
-
-    def record(
-        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[Callable[[], None], T]:
-        for _ in range(NUM_WARM_UP):
-            work()
-        result = work()
-
-        def replay() -> None:
-            self.num_replayed += 1
-            for target, source in zip(leaves(result), leaves(work()), strict=True):
-                target.copy_(source)
-
-        return replay, result
 
 
 class Stuck(Pretender):

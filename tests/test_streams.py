@@ -104,6 +104,24 @@ def test_a_lock_free_server_orders_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert seen == []
 
 
+def test_a_gradient_that_is_lent_is_pushed_where_it_lies(tmp_path: Path) -> None:
+    with rig(tmp_path, "reply-apply", 1, transport="attended") as made:
+        hand = made.join(0)
+        mine = torch.zeros(4)
+        hand.link.lend(mine)
+        for number in range(1, 4):
+            hand.exchange(float(number))
+            assert mine.tolist() == [number] * 4
+        assert made.shard.params.tolist() == [-6] * 4, "each is in before the next"
+        hand.link.close()
+    with rig(tmp_path, "reply-apply", 1) as made:
+        hand = made.join(0)
+        hand.link.lend(mine)
+        hand.exchange(7.0)
+        assert mine.tolist() == [3] * 4, "the server may be at it while the next is computed"
+        hand.link.close()
+
+
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do themselves what the servers do for them, as on a GPU."""

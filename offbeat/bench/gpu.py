@@ -42,9 +42,7 @@ def gpu(
 ) -> list[Row]:
     """Gradients per second of the bare loops and of workers, in rounds that go through all of
     them."""
-    (device,) = find_devices(None, 0)
-    if device.type != "cuda":
-        raise ConfigError("bench gpu needs a GPU, and torch sees none here")
+    device = find_gpu()
     job = make_job(make_config({"recipe": RECIPE, "steps": 1}), load_recipe(RECIPE))
     contenders: dict[str, Callable[[], tuple[float, float]]] = {
         "bare, eager": _Bare(job, device, None).timed(seconds),
@@ -57,6 +55,13 @@ def gpu(
             name = f"{count} {'worker' if count == 1 else 'workers'}, {discipline}"
             contenders[name] = _Workers(Path(folder), count, discipline, seconds).run
         return _rows(workers, contenders, rounds)
+
+
+def find_gpu() -> torch.device:
+    (device,) = find_devices(None, 0)
+    if device.type != "cuda":
+        raise ConfigError("bench gpu needs a GPU, and torch sees none here")
+    return device
 
 
 def bare_name(count: int) -> str:

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from recording import Pretender
 
-from offbeat.bench import exchange, network, recipes, train
+from offbeat.bench import exchange, gpu, network, recipes, train
 from offbeat.cli import main
+from offbeat.config import make_config
 from offbeat.errors import RunError
+from offbeat.recipes.base import load_recipe
+from offbeat.run.job import make_job
 
 
 def test_exchanges_are_timed_over_every_transport(
@@ -89,6 +93,39 @@ def test_what_is_wrong_with_the_flags_is_said_in_a_line(
 def test_the_models_are_as_large_as_they_should_be(recipe: str, size: int) -> None:
     model = getattr(recipes, recipe).model()
     assert sum(parameter.numel() for parameter in model.parameters()) == size
+
+
+def test_workers_on_a_gpu_are_timed_beside_bare_loops(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a CPU that pretends, and a smaller model."""
+    monkeypatch.setattr(gpu, "find_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(gpu, "make_recorder", lambda device: Pretender())
+    monkeypatch.setattr(gpu, "RECIPE", "offbeat.bench.recipes:mnist_sigmoid")
+    monkeypatch.setattr(gpu, "CALIBRATION_STEPS", 40)
+    file = tmp_path / "found.json"
+    options = ["--workers", "1,2", "--disciplines", "lock-free", "--seconds", "0.1"]
+    assert main(["bench", "gpu", *options, "--rounds", "2", "--json", str(file)]) == 0
+    names = ["bare, eager", "bare, captured", "bare, 1 thread", "bare, 2 threads"]
+    names += ["1 worker, lock-free", "2 workers, lock-free"]
+    rows = json.loads(file.read_text())["rows"]
+    assert [row[""] for row in rows] == names
+    assert rows[1]["of the captured loop"]["rounds"] == [1, 1]
+    assert rows[3]["of bare threads"]["rounds"] == [1, 1] and rows[1]["of bare threads"] == ""
+    assert all(row["CPU ms per gradient"]["median"] > 0 for row in rows)
+    assert "2 workers, lock-free" in capsys.readouterr().out
+
+
+def test_a_bare_loop_learns() -> None:
+    """Or it would be no yardstick: its rate is that of the same work."""
+    job = make_job(make_config({"steps": 1, "lr": 0.3}), load_recipe("fashion-cnn"))
+    assert job.train is not None
+    batch = next(job.train.in_order(500))
+    bare = gpu._Bare(job, torch.device("cpu"), Pretender())
+    before = job.recipe.loss(bare._model.module, batch).item()
+    for _ in range(60):
+        bare.step()
+    assert job.recipe.loss(bare._model.module, batch).item() < before - 0.3
 
 
 def test_the_normalisations_are_timed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
