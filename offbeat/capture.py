@@ -16,7 +16,7 @@ import random
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -48,12 +48,9 @@ class Recorder(ABC):
     """What can record on a device."""
 
     @abstractmethod
-    def record(
-        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[Callable[[], None], T]:
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Have `work` done some times, and recorded. Returns what does it again, on the same
-        memory, and its result, which is then another one in the same tensors. `generators`: those
-        that it draws from, beside torch's own; each time as they stand then. Whatever cannot be
+        memory, and its result, which is then another one in the same tensors. Whatever cannot be
         recorded raises a RuntimeError."""
 
     def drawing_from(
@@ -111,24 +108,22 @@ class CudaRecorder(Recorder):
             self._common.graphsafe_set_state(generator.graphsafe_get_state())
         try:
             yield
+        except RuntimeError:
+            if generator is not None:
+                _renew(generator)
+            raise
         finally:
             self._common.graphsafe_set_state(before)
 
-    def record(
-        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[Callable[[], None], T]:
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         with torch.cuda.device(self._device):
             try:
-                return self._record(work, generators)
+                return self._record(work)
             except RuntimeError:
-                # their state would go on to say that it is being recorded
-                for generator in (*generators, self._common):
-                    generator.graphsafe_set_state(generator.clone_state())
+                _renew(self._common)
                 raise
 
-    def _record(
-        self, work: Callable[[], T], generators: Sequence[torch.Generator]
-    ) -> tuple[Callable[[], None], T]:
+    def _record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -136,13 +131,16 @@ class CudaRecorder(Recorder):
                 work()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
         # not torch's stream for all captures: libraries keep memory to work in for each stream,
         # which graphs that are replayed at the same time must not share
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             result = work()
         return graph.replay, result
+
+
+def _renew(generator: torch.Generator) -> None:
+    """After a recording that failed: its state would go on to say that it is being recorded."""
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
@@ -179,7 +177,6 @@ class Captured(Generic[T]):
         gate: Gate,
         buffers: Callable[[], list[Tensor]] = list,
         state: Callable[[], Mapping[str, Any]] = dict,
-        generators: Sequence[torch.Generator] = (),
         instead: torch.Generator | None = None,
     ) -> None:
         self._what = what
@@ -191,7 +188,6 @@ class Captured(Generic[T]):
         self._gate = gate
         self._buffers = buffers
         self._state = state
-        self._generators = generators
         self._instead = instead
         self._seen: dict[Any, int] = {}
         self._shape: Any = None
@@ -254,7 +250,7 @@ class Captured(Generic[T]):
             return self._work(still)
 
         given = map_tensors(batch, torch.clone)
-        replay, result = self._recorder.record(work, self._generators)
+        replay, result = self._recorder.record(work)
         rewind()
         before = {**self._state(), **_python_random()}
         tensors, rest = self._parts(work())
@@ -330,7 +326,7 @@ class CapturedAugment:
                 mark_random=self._mark_random,
                 tell=tell,
                 gate=RECORDINGS.make_gate(),
-                generators=[self._generator],
+                instead=self._generator,
             )
 
     def __call__(self, batch: Batch, seed: int) -> Batch:

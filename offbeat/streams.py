@@ -70,10 +70,15 @@ class CudaMark(Mark):
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stream: Any = None
         """Which it was set in."""
+        self._num_set = 0
+        self._known = 0
+        """Which of the times that it was set it is known to have been reached: many threads ask,
+        and one of them has to ask the device."""
 
     def set(self) -> None:
         self._stream = _here.stream or torch.cuda.current_stream()
         self._event.record(self._stream)
+        self._num_set += 1  # after that, or what is known could be of the time before
 
     def order(self) -> None:
         """A stream keeps its own order."""
@@ -82,7 +87,10 @@ class CudaMark(Mark):
             stream.wait_event(self._event)
 
     def is_reached(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        number = self._num_set
+        if self._known != number and self._event.query():  # type: ignore[no-untyped-call]
+            self._known = number
+        return self._known == self._num_set
 
     def wait(self) -> None:
         self._event.synchronize()

@@ -1,9 +1,10 @@
 """Captured steps: the logic on the CPU, with a recorder that only pretends; the rest on a GPU."""
 
 import contextlib
+import functools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,22 @@ from offbeat.capture import (
     T,
     make_recorder,
 )
+from offbeat.config import make_config
 from offbeat.flat import FlatModel
+from offbeat.recipes.base import load_recipe
+from offbeat.run.job import make_job
 from offbeat.towers import CPU, Result, Towers
 
 
 class Stuck(Pretender):
     """A recording in which something is missing: nothing comes of it."""
 
-    def record(
-        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[Callable[[], None], T]:
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         return lambda: None, work()
 
 
 class Unable(Recorder):
-    def record(
-        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[Callable[[], None], T]:
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -179,9 +179,7 @@ def test_what_a_recording_left_undone_is_not_in_the_next_gradient() -> None:
         return found
 
     class Interrupted(Recorder):
-        def record(
-            self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
-        ) -> tuple[Callable[[], None], T]:
+        def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
             failing[0] = True
             try:
                 work()
@@ -390,6 +388,44 @@ def test_a_model_that_looks_at_its_numbers_is_trained_eagerly_and_told(
     offbeat.train(recipe, run_dir=tmp_path / "run", engine="inproc", workers=2, steps=30)
     told = "".join(log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
     assert "the step is not captured" in told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", [False, True])
+def test_steps_of_several_threads_do_not_get_into_each_others_way(
+    gpu: torch.device, amp: bool
+) -> None:
+    """Each with parameters and a batch of its own, over and over again at the same time."""
+    job = make_job(
+        make_config({"recipe": "offbeat.bench.recipes:alexnet", "steps": 1}),
+        load_recipe("offbeat.bench.recipes:alexnet"),
+    )
+
+    def work(number: int) -> None:
+        torch.manual_seed(number)
+        towers = Towers(
+            [job.make_model()],
+            [gpu],
+            amp=amp,
+            make_recorder=make_recorder,
+            slot_device=gpu,
+        )
+        with towers.in_stream():
+            towers.landing.add_(0.01 * torch.randn(len(towers.landing), device=gpu))
+            images = torch.randn(128, 3, 24, 24, device=gpu)
+            batch = (images, torch.randint(0, 10, (128,), device=gpu))
+            assert towers.gradient is not None
+            expected = None
+            for _ in range(300):
+                towers.compute(job.recipe.loss, towers.deal(batch))
+                towers.take_gradient([towers.gradient])
+                towers.wait()
+                if expected is None:
+                    expected = towers.gradient.clone()
+                error = torch.linalg.vector_norm(towers.gradient - expected)
+                assert error < 1e-2 * torch.linalg.vector_norm(expected)
+
+    in_threads(*(functools.partial(work, number) for number in range(6)))
 
 
 @pytest.mark.gpu

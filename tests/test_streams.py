@@ -351,6 +351,45 @@ class TestOnGpu:
         for shard in summary["kept"]:
             assert shard["applied"] == 160
 
+    @pytest.mark.parametrize("servers", [1, 2])
+    def test_several_workers_in_rounds_get_the_parameters_of_a_cpu(
+        self, tmp_path: Path, servers: int
+    ) -> None:
+        options: dict[str, Any] = {"workers": 4, "servers": servers, "discipline": "sync"}
+        options |= {"model": lambda: nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))}
+        found = [
+            train(tmp_path / device, device=device, **options).state_dict()
+            for device in ("cpu", "cuda")
+        ]
+        assert close(*found)
+
+    @pytest.mark.parametrize("discipline", ["apply-reply", "reply-apply", "bounded:1", "sync"])
+    def test_every_gradient_of_several_workers_is_in(self, tmp_path: Path, discipline: str) -> None:
+        """Each of them ones, at a rate of one: the parameters count them."""
+
+        class Zeros(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.zeros(1 << 20))
+
+        recipe = toy_recipe(
+            model=Zeros,
+            loss=lambda model, batch: model.weight.sum(),
+            metric=lambda model, batch: (float(model.weight[0]), 1),
+            optimizer=offbeat.SGD(lr=1.0),
+        )
+        result = offbeat.train(
+            recipe,
+            run_dir=tmp_path / "run",
+            engine="inproc",
+            workers=4,
+            steps=300,
+            discipline=discipline,
+            reduce="sum" if discipline == "sync" else "mean",
+        )
+        (weight,) = result.state_dict().values()
+        assert bool((weight == -1200).all())
+
     def test_a_run_is_resumed_on_the_other_kind_of_memory(self, tmp_path: Path) -> None:
         momentum = offbeat.SGD(lr=0.1, momentum=0.9)
         whole = train(tmp_path / "whole", steps=40, optimizer=momentum, server_device="cuda")

@@ -121,7 +121,8 @@ class _Bare:
         self._lr = float(job.optimizer.options["lr"])
         self._replay: Step = self._compute
         if recorder is not None:
-            self._replay, _ = recorder.record(self._compute, [self._generator])
+            with recorder.drawing_from(self._generator):
+                self._replay, _ = recorder.record(self._compute)
 
     def _compute(self) -> None:
         job, model = self._job, self._model

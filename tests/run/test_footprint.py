@@ -1,7 +1,7 @@
 """A GPU that is out of memory: what is said of it, by arithmetic on a pretended one."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +227,7 @@ def test_what_is_made_before_the_start(
 
 
 class OutOfMemory(Recorder):
-    def record(
-        self, work: Callable[[], Any], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[Callable[[], None], Any]:
+    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         return fail()
 
 

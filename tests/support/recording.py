@@ -1,8 +1,6 @@
 """Recorders that only pretend: what has logic in captured steps is tested without a GPU."""
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable
 
 from offbeat.capture import NUM_WARM_UP, Recorder, T
 from offbeat.data.batches import leaves
@@ -14,9 +12,7 @@ class Pretender(Recorder):
     def __init__(self) -> None:
         self.num_replayed = 0
 
-    def record(
-        self, work: Callable[[], T], generators: Sequence[torch.Generator] = ()
-    ) -> tuple[Callable[[], None], T]:
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         for _ in range(NUM_WARM_UP):
             work()
         result = work()
