@@ -1,5 +1,5 @@
 """CIFAR-10 with the net of TensorFlow's tutorial, which the seeds call AlexNet: `recipe` trains it
-as they do, `fast` as one would today, for the same accuracy in a tenth of the gradients."""
+as they do, `fast` as one would today, in a tenth of the gradients."""
 
 from typing import Any
 
