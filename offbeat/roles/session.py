@@ -4,6 +4,7 @@ Made by sessions.py, which says when a reply is made, and when it is sent.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,10 +16,15 @@ from offbeat.rules import Gradient
 from offbeat.shard import Updater, usable
 from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd
 
+POLL_S = 0.2
+"""How often workers that say nothing are looked at, and whether the server is to stop."""
+TICK_S = 0.05
+"""How often the discipline is told the time while somebody waits for a reply."""
+
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Written by its own thread, and under the shard's lock by the thread that closes a sync round
+    """Written by the thread that serves it, and under the shard's lock by the thread that closes a sync round
     or lets a bounded worker go on."""
 
     end: ServerEnd
@@ -27,6 +33,9 @@ class Session:
     updater: Updater
     reply_made: threading.Condition | None
     """None in lock-free, where a session's own thread makes every reply."""
+    outbox: "deque[Session] | None" = None
+    """Where it is put when its reply is made, for the loop that serves it along with others; None:
+    it has a thread of its own."""
     base: Tensor | None = None
     """The parameters that its next gradient is computed on, where the rule looks at them."""
     record: PushRecord = field(init=False)
@@ -75,11 +84,13 @@ class Session:
         if self.base is not None:  # the gradient that is under way has the former one
             self.base = self.end.reply_slot.values.clone()
         self.reply = header
-        if self.reply_made is not None:
+        if self.outbox is not None:
+            self.outbox.append(self)
+        elif self.reply_made is not None:
             self.reply_made.notify()
 
     def send_reply(self, clock: Callable[[], float]) -> None:
-        """Send the reply, if it is made; only ever called by the session's own thread."""
+        """Send the reply, if it is made; only ever called by the thread that serves the session."""
         if self.reply is not None:
             self.end.send(self.reply)
             self.record.replied_s = clock()

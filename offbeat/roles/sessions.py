@@ -1,10 +1,11 @@
 """The workers that are connected to one server, and what is done to its shard on their behalf.
 
-One thread per worker (its session) receives that worker's pushes and sends its replies. What is to
-be done the ledger says (ledger.py), and here it is carried out. Under the shard's lock: decide,
-apply, copy the parameters into the reply slots. Outside it: sending, each session to its own
-worker, so that a slow reader delays nobody. The lock-free discipline runs the same code with no
-lock and an updater per session. Used by roles/server.py:
+One thread per worker (its session) receives that worker's pushes and sends its replies; where the
+slice is small and the payload in shared memory, one thread does so for all of them (loop.py). What
+is to be done the ledger says (ledger.py), and here it is carried out. Under the shard's lock:
+decide, apply, copy the parameters into the reply slots. Outside it: sending, each session to its
+own worker, so that a slow reader delays nobody. The lock-free discipline runs the same code with no
+lock and an updater for each thread. Used by roles/server.py:
 
     sessions = Sessions(shard, Ledger(Sync(range(2))), index=0, ...)
     sessions.load(state)
@@ -20,24 +21,21 @@ from typing import Any
 from offbeat.accounts import REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
-from offbeat.roles.session import Session
+from offbeat.ledger import Action, Dismiss, Ledger, Snapshot, cut
+from offbeat.roles.loop import Loop
+from offbeat.roles.session import POLL_S, TICK_S, Session
 from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
 from offbeat.streams import Scope, make_streams
 from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
 
-POLL_S = 0.2
-"""How often a thread that waits for its worker looks whether the server is to stop."""
-TICK_S = 0.05
-"""How often the discipline is told the time while somebody waits for a reply."""
 MAKE_WAY_TIMEOUT_S = 10.0
 """How long a worker that comes again waits for its former connection to end."""
 WORKER_TIMEOUT_S = 30.0
-CHECKED_UNLOCKED_FROM = 500_000
-"""Elements from which on a gradient is looked at before the lock is taken, since that takes so long
-that others should not have to wait for it. With a small one, threads that take turns at the
-interpreter's lock cost more than they gain."""
+LARGE_FROM = 500_000
+"""Elements from which on a session has a thread of its own, and a gradient is looked at before the
+lock is taken, since that takes so long that others should not have to wait for it. With a small
+one, threads that take turns at the interpreter's lock cost more than they gain."""
 
 
 class Sessions:
@@ -68,7 +66,7 @@ class Sessions:
         self._lock: contextlib.AbstractContextManager[Any] = (
             self._mutex if self._is_locked else contextlib.nullcontext()
         )
-        self._is_large = shard.params.numel() >= CHECKED_UNLOCKED_FROM
+        self._is_large = shard.params.numel() >= LARGE_FROM
         self._streams = make_streams(shard.params.device)
         self._in_stream = self._streams.new()
         """One stream keeps the updates in the order in which they were decided on."""
@@ -76,6 +74,8 @@ class Sessions:
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
         self._shared_updater: Updater | None = None
+        """Of all sessions; in lock-free, of those that the loop serves."""
+        self._loop = Loop(self, clock, f"ps-{index}-loop")
 
     def in_stream(self) -> Scope:
         """For every thread of the server: where its work on the shard goes."""
@@ -98,13 +98,19 @@ class Sessions:
 
     def tell(self, event: Callable[[], Sequence[Action]]) -> None:
         """Carry out what the ledger answers to something that no push brought about."""
-        with self._membership, self._lock:
-            self._carry_out(event())
+        with self._membership:
+            self.act(event)
+        if self._loop.outbox:
+            self._loop.wake()
 
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
         for session in list(self._sessions.values()):
             session.end.close(reason, over=over)
+
+    def join(self) -> None:
+        """Wait until there is no thread here any more, which a ledger that is closing sees to."""
+        self._loop.join()
 
     # -- a worker comes and goes ---------------------------------------------------------------
 
@@ -114,14 +120,14 @@ class Sessions:
         if session is None:
             return
         try:
+            if session.outbox is not None and end.descriptor is not None:
+                self._loop.serve(session, end.descriptor)
             while not self.ledger.is_closing:
                 header = end.receive(POLL_S)
                 if header is not None:
                     self._handle(session, header)
-                elif end.finished_at is not None and not session.is_finished:
-                    self._finish(session, end.finished_at)
                 else:
-                    self._check_alive(session)
+                    self.look_at(session)
         finally:
             self._leave(session)
 
@@ -140,12 +146,14 @@ class Sessions:
                 slot = end.reply_slot
                 version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
                 slot.mark.set()
+                in_loop = end.descriptor is not None and not self._is_large
                 session = self._sessions[worker] = Session(
                     end,
                     worker,
                     incarnation,
-                    updater=self._shared_updater or self.shard.make_updater(shared=True),
+                    updater=self._updater(in_loop=in_loop),
                     reply_made=threading.Condition(self._mutex) if self._is_locked else None,
+                    outbox=self._loop.outbox if in_loop else None,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
                 )
                 settled, actions = self.ledger.join(worker, incarnation, self._clock())
@@ -164,7 +172,19 @@ class Sessions:
         gone = lambda: worker not in self._sessions  # noqa: E731
         return self._membership.wait_for(gone, MAKE_WAY_TIMEOUT_S)
 
-    def _check_alive(self, session: Session) -> None:
+    def _updater(self, *, in_loop: bool) -> Updater:
+        """Only ever used by one thread at a time."""
+        if self._shared_updater is None and in_loop:
+            self._shared_updater = self.shard.make_updater(shared=True)
+        if self._shared_updater is not None and (in_loop or self._is_locked):
+            return self._shared_updater
+        return self.shard.make_updater(shared=True)
+
+    def look_at(self, session: Session) -> None:
+        """Nothing has come of a worker that is a push: it may be through, or gone."""
+        if session.end.finished_at is not None and not session.is_finished:
+            self._finish(session, session.end.finished_at)
+            return
         worker, num_heard = session.worker, session.end.num_heard
         if self.ledger.silent_s(worker, num_heard, self._clock()) > self._worker_timeout_s:
             raise ConnectionClosedError(
@@ -188,7 +208,18 @@ class Sessions:
     # -- one push ------------------------------------------------------------------------------
 
     def _handle(self, session: Session, header: PushHeader) -> None:
-        """Follow a gradient: decide, apply and reply in the discipline's order, then record it."""
+        """Follow a gradient to its end, in a thread that may wait for it."""
+        later = self.push(session, header)
+        session.send_reply(self._clock)
+        if later:
+            self.act(lambda: later)
+        if session.awaits_reply:
+            self._await_reply(session)
+        self.close_push(session)
+
+    def push(self, session: Session, header: PushHeader) -> Sequence[Action]:
+        """Decide, apply and make replies in the discipline's order, up to where replies have to
+        leave; returns what comes after that."""
         if self._is_large:
             session.begin(header, self._clock())
         with self._lock:
@@ -196,13 +227,12 @@ class Sessions:
                 session.begin(header, self._clock())
             now, later = cut(self.ledger.push(session.record, self.shard.version))
             self._carry_out(now)
-        session.send_reply(self._clock)
-        if later:
-            with self._lock:
-                self._carry_out(later)
-        if session.awaits_reply:
-            self._await_reply(session)
-        self._record(session.record)
+        return later
+
+    def act(self, event: Callable[[], Sequence[Action]]) -> None:
+        """Carry out what the ledger answers to something else than a push."""
+        with self._lock:
+            self._carry_out(event())
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -271,9 +301,12 @@ class Sessions:
                     self._carry_out(self.ledger.vanish(session.worker))
                     break
         session.send_reply(self._clock)
-        self.ledger.abandon(session.record)
 
-    def _record(self, record: PushRecord) -> None:
+    def close_push(self, session: Session) -> None:
+        """It has its reply, or will have none: write it down."""
+        record = session.record
+        if session.awaits_reply:
+            self.ledger.abandon(record)
         if record.outcome == REJECTED:
             self._log.warning(
                 "refused a gradient of worker %d (batch %d): not finite, too large, or unreadable",

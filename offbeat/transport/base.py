@@ -238,6 +238,12 @@ class ServerEnd(ABC):
     def refuse(self, reason: str) -> None:
         """Send the worker away with a line that it can show to its user, and close."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """What becomes readable when something has come of the worker, where one thread can look
+        after many ends: there `receive(0.0)` and `send` wait for nothing. None: nothing does."""
+        return None
+
     @abstractmethod
     def receive(self, timeout_s: float) -> PushHeader | None:
         """The next push, or None when about `timeout_s` have passed or the worker has said that

@@ -210,6 +210,10 @@ class SocketServerEnd(ServerEnd):
     def refuse(self, reason: str) -> None:
         self._connection.close(*json_frame(REFUSE, {"reason": reason}))
 
+    @property
+    def descriptor(self) -> int | None:
+        return None if self._inline else self._connection.fileno()
+
     def receive(self, timeout_s: float) -> PushHeader | None:
         while (frame := self._connection.receive(timeout_s)) is not None:
             self.num_heard += 1
@@ -236,9 +240,11 @@ class SocketServerEnd(ServerEnd):
         return self._memory().gradients[(self._num_received - 1) % 2]
 
     def send(self, header: ReplyHeader) -> None:
-        slot = self._memory().reply if self._inline else None
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
-            _send_payload(self._connection, pack_reply, header, slot)
+            if self._inline:
+                _send_payload(self._connection, pack_reply, header, self._memory().reply)
+            else:
+                self._connection.send_now(pack_reply(header))
 
     def is_open(self) -> bool:
         return not self._connection.is_closed and not self._poll.poll(0)

@@ -206,12 +206,29 @@ class Connection:
                 else:
                     self._send_all(head)
             except OSError as error:
-                # not the last word: a goodbye with the reason may lie here unread
-                self._torn = True
-                if isinstance(error, TimeoutError):  # half a frame is there, and will not be whole
-                    with contextlib.suppress(OSError):  # the other end was quicker
-                        self._socket.shutdown(socket.SHUT_RDWR)
-                raise ConnectionClosedError(f"the connection broke: {error}") from error
+                raise self._broken(error) from error
+
+    def send_now(self, head: bytes) -> None:
+        """Send a frame to somebody who has read all but the last few, so that there is room for it;
+        who has not is gone."""
+        with self._sending:
+            try:
+                num_sent = self._socket.send(head, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                if num_sent < len(head):
+                    raise BlockingIOError
+            except BlockingIOError as error:
+                raise self._broken(TimeoutError("the other end reads nothing")) from error
+            except OSError as error:
+                raise self._broken(error) from error
+
+    def _broken(self, error: OSError) -> ConnectionClosedError:
+        """Nothing can be sent any more. Not the last word: a goodbye with the reason may lie here
+        unread."""
+        self._torn = True
+        if isinstance(error, TimeoutError):  # half a frame is there, and will not be whole
+            with contextlib.suppress(OSError):  # the other end was quicker
+                self._socket.shutdown(socket.SHUT_RDWR)
+        return ConnectionClosedError(f"the connection broke: {error}")
 
     def try_to_send(self, head: bytes) -> None:
         """Send a frame that nobody waits for, unless the line is busy or gone."""
@@ -256,12 +273,15 @@ class Connection:
     # -- reading -------------------------------------------------------------------------------
 
     def receive(self, timeout_s: float) -> Frame | None:
-        """The next frame's header, or None when about `timeout_s` have passed. Its body must be
-        read before the next one."""
+        """The next frame's header, or None when about `timeout_s` have passed; 0: without waiting.
+        Its body must be read before the next one."""
         with self._reading:
             # nearly always a header comes whole, and at once
-            self._num_read += self._read_some(self._head_view[self._num_read :])
+            flags = 0 if timeout_s else socket.MSG_DONTWAIT
+            self._num_read += self._read_some(self._head_view[self._num_read :], flags)
             if self._num_read < FORMAT.size:
+                if not timeout_s:
+                    return None
                 deadline_s = time.monotonic() + timeout_s - WAKE_S
                 while self._num_read < FORMAT.size:
                     if time.monotonic() >= deadline_s:

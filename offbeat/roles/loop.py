@@ -1,0 +1,237 @@
+"""One thread that serves many workers of a server, where what each of them wants takes little time.
+
+A thread for each would take turns with the others at the interpreter's lock, and with a small
+slice that takes longer than the work itself. So here nobody is waited for: whoever has said
+something is dealt with at once, and replies leave as soon as they are made, whichever push, leave
+or deadline made them. What is done to the shard stays with roles/sessions.py, which has one:
+
+    loop = Loop(host, clock, "ps-0-loop")
+    loop.serve(session, session.end.descriptor)   # until the worker leaves or the server stops
+    loop.wake()                                   # a reply was made in another thread
+    loop.join()
+"""
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from offbeat.errors import ConnectionClosedError
+from offbeat.ledger import Action, Ledger
+from offbeat.roles.session import POLL_S, TICK_S, Session
+from offbeat.transport.base import PushHeader
+
+STOP_TIMEOUT_S = 10.0
+HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+
+
+class Host(Protocol):
+    """What is done on behalf of a session; none of it waits."""
+
+    ledger: Ledger
+
+    def push(self, session: Session, header: PushHeader) -> Sequence[Action]:
+        """Deal with a gradient up to where replies have to leave; returns what comes after."""
+
+    def act(self, event: Callable[[], Sequence[Action]]) -> None:
+        """Carry out what the ledger answers to something else than a push."""
+
+    def close_push(self, session: Session) -> None:
+        """It has its reply, or will have none: write it down."""
+
+    def look_at(self, session: Session) -> None:
+        """Nothing has come that is a push: is the worker through, or gone?"""
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A session that is served here, and the thread that waits for its end."""
+
+    session: Session
+    descriptor: int
+    error: Exception | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Loop:
+    """Its thread is there from the first session on until the host is closing."""
+
+    def __init__(self, host: Host, clock: Callable[[], float], name: str) -> None:
+        self.outbox: deque[Session] = deque()
+        """Whose reply is made, by whichever thread; sent here."""
+        self._host = host
+        self._ledger = host.ledger
+        self._clock = clock
+        self._name = name
+        self._arrivals: deque[_Member] = deque()
+        self._door = threading.Lock()
+        """Held while the thread begins or ends, and while somebody comes to it."""
+        self._thread: threading.Thread | None = None
+        self._ears, self._bell = -1, -1
+        # what follows is the thread's own
+        self._members: dict[int, _Member] = {}
+        """By descriptor."""
+        self._waiting: dict[Session, _Member] = {}
+        """For a reply that somebody else's push, a leave or a deadline makes."""
+        self._look_at_s = 0.0
+        self._poll = select.poll()
+
+    def serve(self, session: Session, descriptor: int) -> None:
+        """Have a session served, and wait until it is over; raises what ended it."""
+        member = _Member(session, descriptor)
+        with self._door:
+            if self._ledger.is_closing:
+                return
+            self._arrivals.append(member)
+            if self._thread is None:
+                self._start()
+        self.wake()
+        member.over.wait()
+        if member.error is not None:
+            raise member.error
+
+    def wake(self) -> None:
+        """There is something to do that no worker has said."""
+        with self._door:
+            if self._bell >= 0:
+                with contextlib.suppress(BlockingIOError):  # it has not heard the last one yet
+                    os.write(self._bell, b"\0")
+
+    def join(self) -> None:
+        """Wait for the thread to end, which a host that is closing sees to."""
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _start(self) -> None:
+        self._ears, self._bell = os.pipe()
+        os.set_blocking(self._ears, False)
+        os.set_blocking(self._bell, False)
+        self._poll.register(self._ears, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            while not self._ledger.is_closing:
+                self._take_turn()
+            self._send_replies()
+            for member in list(self._waiting.values()):
+                self._answer(member)
+        except Exception as failure:  # of the loop itself: whoever waits for it is told
+            error = failure
+        with self._door:
+            os.close(self._ears)
+            os.close(self._bell)
+            self._bell = -1
+        for member in [*self._members.values(), *self._arrivals]:
+            self._release(member, error)
+
+    def _take_turn(self) -> None:
+        for descriptor, _ in self._poll.poll(1e3 * self._patience_s):
+            member = self._members.get(descriptor)
+            if member is not None:
+                self._heed(member)
+            elif descriptor == self._ears:
+                self._hear_bell()
+        now_s = time.monotonic()
+        if now_s >= self._look_at_s:
+            self._look_around()
+            self._look_at_s = now_s + self._patience_s
+
+    @property
+    def _patience_s(self) -> float:
+        return TICK_S if self._waiting else POLL_S
+
+    def _hear_bell(self) -> None:
+        os.read(self._ears, select.PIPE_BUF)
+        self._send_replies()
+        while self._arrivals:
+            member = self._arrivals.popleft()
+            former = self._members.get(member.descriptor)
+            if former is not None:  # its connection was closed, and the number is free again
+                self._heed(former)
+                self._release(former, ConnectionClosedError("its connection was closed"))
+            self._members[member.descriptor] = member
+            self._poll.register(member.descriptor, select.POLLIN)
+
+    def _look_around(self) -> None:
+        """Time has gone by."""
+        for member in list(self._waiting.values())[:1]:
+            self._try(member, self._tick)
+        for member in list(self._members.values()):
+            if member.session not in self._waiting:
+                self._try(member, self._look_at)
+        self._send_replies()
+
+    def _heed(self, member: _Member) -> None:
+        """Something has come of a worker, or it has hung up."""
+        self._try(member, self._vanish if member.session in self._waiting else self._listen)
+        self._send_replies()
+
+    def _try(self, member: _Member, deal_with: Callable[[_Member], None]) -> None:
+        """What fails ends the session on whose behalf it was done; its own thread tells of it."""
+        try:
+            deal_with(member)
+        except Exception as error:
+            self._release(member, error)
+
+    def _tick(self, _: _Member) -> None:
+        self._host.act(lambda: self._ledger.tick(self._clock()))
+
+    def _look_at(self, member: _Member) -> None:
+        self._host.look_at(member.session)
+
+    def _vanish(self, member: _Member) -> None:
+        """A worker is gone that waited for its reply."""
+        self._host.act(lambda: self._ledger.vanish(member.session.worker))
+        self._answer(member)
+
+    def _listen(self, member: _Member) -> None:
+        session = member.session
+        header = session.end.receive(0.0)
+        if header is None:
+            self._host.look_at(session)
+            return
+        later = self._host.push(session, header)
+        self._send_replies()
+        if later:
+            self._host.act(lambda: later)
+            self._send_replies()
+        if session.awaits_reply:  # until then, all there is to hear is that it hangs up
+            self._waiting[session] = member
+            self._poll.modify(member.descriptor, HUNG_UP)
+        else:
+            self._host.close_push(session)
+
+    def _send_replies(self) -> None:
+        while self.outbox:
+            session = self.outbox.popleft()
+            session.send_reply(self._clock)
+            if session in self._waiting:
+                self._answer(self._waiting[session])
+
+    def _answer(self, member: _Member) -> None:
+        """It waits no longer."""
+        del self._waiting[member.session]
+        self._host.close_push(member.session)
+        self._poll.modify(member.descriptor, select.POLLIN)
+
+    def _release(self, member: _Member, error: Exception | None) -> None:
+        """The session is over here; what is left to do, its own thread does."""
+        if member.over.is_set():
+            return
+        if self._members.get(member.descriptor) is member:
+            del self._members[member.descriptor]
+            self._poll.unregister(member.descriptor)
+        self._waiting.pop(member.session, None)
+        member.error = error
+        member.over.set()
