@@ -27,6 +27,8 @@ from offbeat.roles.session import POLL_S, TICK_S, Session
 from offbeat.transport.base import PushHeader
 
 STOP_TIMEOUT_S = 10.0
+HEAR_S = 0.005
+"""How often connections are looked at while there are pushes to deal with all the time."""
 HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 
@@ -79,6 +81,7 @@ class Loop:
         self._waiting: dict[Session, _Member] = {}
         """For a reply that somebody else's push, a leave or a deadline makes."""
         self._look_at_s = 0.0
+        self._hear_at_s = 0.0
         self._poll = select.poll()
 
     def serve(self, session: Session, descriptor: int) -> None:
@@ -136,16 +139,48 @@ class Loop:
             self._release(member, error)
 
     def _take_turn(self) -> None:
-        for descriptor, _ in self._poll.poll(1e3 * self._patience_s):
-            member = self._members.get(descriptor)
-            if member is not None:
-                self._heed(member)
-            elif descriptor == self._ears:
-                self._hear_bell()
+        """Deal with the pushes that are here; where there are none, wait for somebody to say
+        something."""
+        is_idle = True
+        for member in list(self._members.values()):
+            if member.session.end.has_push() and member.session not in self._waiting:
+                self._heed(member, self._listen)
+                is_idle = False
         now_s = time.monotonic()
+        if is_idle:
+            self._rest()
+        elif now_s >= self._hear_at_s:
+            self._hear(self._poll.poll(0))
+            self._hear_at_s = now_s + HEAR_S
         if now_s >= self._look_at_s:
             self._look_around()
             self._look_at_s = now_s + self._patience_s
+
+    def _rest(self) -> None:
+        ends = [member.session.end for member in self._members.values()]
+        for end in ends:
+            end.rest(True)
+        is_idle = not any(
+            m.session.end.has_push()
+            for m in self._members.values()
+            if m.session not in self._waiting
+        )
+        ready = self._poll.poll(1e3 * self._patience_s if is_idle else 0.0)
+        for end in ends:
+            end.rest(False)
+        self._hear(ready)
+
+    def _hear(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Deal with whoever says something over its connection, or hangs up."""
+        for descriptor, _ in ready:
+            member = self._members.get(descriptor)
+            if member is None:
+                self._hear_bell()
+            elif member.session in self._waiting:
+                self._heed(member, self._vanish)
+            else:
+                self._heed(member, self._listen)
+                self._heed(member, self._listen)
 
     @property
     def _patience_s(self) -> float:
@@ -158,7 +193,9 @@ class Loop:
             member = self._arrivals.popleft()
             former = self._members.get(member.descriptor)
             if former is not None:  # its connection was closed, and the number is free again
-                self._heed(former)
+                self._heed(
+                    former, self._vanish if former.session in self._waiting else self._listen
+                )
                 self._release(former, ConnectionClosedError("its connection was closed"))
             self._members[member.descriptor] = member
             self._poll.register(member.descriptor, select.POLLIN)
@@ -172,9 +209,8 @@ class Loop:
                 self._try(member, self._look_at)
         self._send_replies()
 
-    def _heed(self, member: _Member) -> None:
-        """Something has come of a worker, or it has hung up."""
-        self._try(member, self._vanish if member.session in self._waiting else self._listen)
+    def _heed(self, member: _Member, deal_with: Callable[[_Member], None]) -> None:
+        self._try(member, deal_with)
         self._send_replies()
 
     def _try(self, member: _Member, deal_with: Callable[[_Member], None]) -> None:

@@ -36,6 +36,8 @@ class Session:
     outbox: "deque[Session] | None" = None
     """Where it is put when its reply is made, for the loop that serves it along with others; None:
     it has a thread of its own."""
+    trusts_worker: bool = False
+    """On a device the worker, of the same process, has looked at a gradient; nobody waits again."""
     base: Tensor | None = None
     """The parameters that its next gradient is computed on, where the rule looks at them."""
     record: PushRecord = field(init=False)
@@ -64,8 +66,7 @@ class Session:
         )
         self.awaits_reply = True
         slot = self.end.gradient_slot(header)
-        # on a device the worker, of the same process, has looked at it, and nobody waits again
-        if header.void or not (slot.is_on_device or usable(slot.values)):
+        if header.void or not (self.trusts_worker or usable(slot.values)):
             self.gradient = None
             self.record.outcome = REJECTED
             return

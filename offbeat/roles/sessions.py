@@ -154,6 +154,7 @@ class Sessions:
                     updater=self._updater(in_loop=in_loop),
                     reply_made=threading.Condition(self._mutex) if self._is_locked else None,
                     outbox=self._loop.outbox if in_loop else None,
+                    trusts_worker=slot.is_on_device,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
                 )
                 settled, actions = self.ledger.join(worker, incarnation, self._clock())

@@ -133,10 +133,6 @@ class CodedServerEnd(ServerEnd):
     def refuse(self, reason: str) -> None:
         self._inner.refuse(reason)
 
-    @property
-    def descriptor(self) -> int | None:
-        return self._inner.descriptor
-
     def receive(self, timeout_s: float) -> PushHeader | None:
         header = self._inner.receive(timeout_s)
         if header is not None:
