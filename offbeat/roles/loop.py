@@ -6,8 +6,8 @@ something is dealt with at once, and replies leave as soon as they are made, whi
 or deadline made them. What is done to the shard stays with roles/sessions.py, which has one:
 
     loop = Loop(host, clock, "ps-0-loop")
-    loop.serve(session, session.end.descriptor)   # until the worker leaves or the server stops
-    loop.wake()                                   # a reply was made in another thread
+    loop.serve(session)     # until the worker leaves or the server stops
+    loop.wake()             # a reply was made in another thread
     loop.join()
 """
 
@@ -61,7 +61,7 @@ class _Member:
 
 
 class Loop:
-    """Its thread is there from the first session on until the host is closing."""
+    """Its thread is there from the first session on until the ledger is closing."""
 
     def __init__(self, host: Host, clock: Callable[[], float], name: str) -> None:
         self.outbox: deque[Session] = deque()
@@ -84,8 +84,11 @@ class Loop:
         self._hear_at_s = 0.0
         self._poll = select.poll()
 
-    def serve(self, session: Session, descriptor: int) -> None:
+    def serve(self, session: Session) -> None:
         """Have a session served, and wait until it is over; raises what ended it."""
+        descriptor = session.end.descriptor
+        if descriptor is None:
+            raise ConnectionClosedError("the connection was closed")
         member = _Member(session, descriptor)
         with self._door:
             if self._ledger.is_closing:
@@ -106,7 +109,7 @@ class Loop:
                     os.write(self._bell, b"\0")
 
     def join(self) -> None:
-        """Wait for the thread to end, which a host that is closing sees to."""
+        """Wait for the thread to end, which a ledger that is closing sees to."""
         self.wake()
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
@@ -141,14 +144,12 @@ class Loop:
     def _take_turn(self) -> None:
         """Deal with the pushes that are here; where there are none, wait for somebody to say
         something."""
-        is_idle = True
-        for member in list(self._members.values()):
-            if member.session.end.has_push() and member.session not in self._waiting:
-                self._heed(member, self._listen)
-                is_idle = False
+        pushing = self._pushing()
+        for member in pushing:
+            self._heed(member, self._listen)
         now_s = time.monotonic()
-        if is_idle:
-            self._rest()
+        if not pushing:
+            self._hear(self._rest())
         elif now_s >= self._hear_at_s:
             self._hear(self._poll.poll(0))
             self._hear_at_s = now_s + HEAR_S
@@ -156,19 +157,27 @@ class Loop:
             self._look_around()
             self._look_at_s = now_s + self._patience_s
 
-    def _rest(self) -> None:
+    def _pushing(self) -> list[_Member]:
+        """Who has a push here that can be dealt with."""
+        return [
+            member
+            for member in self._members.values()
+            if member.session.end.has_push() and member.session not in self._waiting
+        ]
+
+    @property
+    def _patience_s(self) -> float:
+        return TICK_S if self._waiting else POLL_S
+
+    def _rest(self) -> list[tuple[int, int]]:
+        """Wait until somebody says something; returns who."""
         ends = [member.session.end for member in self._members.values()]
         for end in ends:
             end.rest(True)
-        is_idle = not any(
-            m.session.end.has_push()
-            for m in self._members.values()
-            if m.session not in self._waiting
-        )
-        ready = self._poll.poll(1e3 * self._patience_s if is_idle else 0.0)
+        ready = self._poll.poll(0 if self._pushing() else 1e3 * self._patience_s)
         for end in ends:
             end.rest(False)
-        self._hear(ready)
+        return ready
 
     def _hear(self, ready: Sequence[tuple[int, int]]) -> None:
         """Deal with whoever says something over its connection, or hangs up."""
@@ -180,45 +189,40 @@ class Loop:
                 self._heed(member, self._vanish)
             else:
                 self._heed(member, self._listen)
-                self._heed(member, self._listen)
-
-    @property
-    def _patience_s(self) -> float:
-        return TICK_S if self._waiting else POLL_S
+                self._heed(member, self._hear_out)
 
     def _hear_bell(self) -> None:
-        os.read(self._ears, select.PIPE_BUF)
+        with contextlib.suppress(BlockingIOError):  # somebody hung up in this turn, no bell
+            os.read(self._ears, select.PIPE_BUF)
         self._send_replies()
         while self._arrivals:
             member = self._arrivals.popleft()
             former = self._members.get(member.descriptor)
-            if former is not None:  # its connection was closed, and the number is free again
-                self._heed(
-                    former, self._vanish if former.session in self._waiting else self._listen
-                )
-                self._release(former, ConnectionClosedError("its connection was closed"))
+            if member.session.end.descriptor is None:
+                self._release(member, ConnectionClosedError("the connection was closed"))
+                continue
+            if former is not None:  # its connection was closed, and the number was free again
+                self._release(former, ConnectionClosedError("the connection was closed"))
             self._members[member.descriptor] = member
             self._poll.register(member.descriptor, select.POLLIN)
 
     def _look_around(self) -> None:
         """Time has gone by."""
         for member in list(self._waiting.values())[:1]:
-            self._try(member, self._tick)
+            self._heed(member, self._tick)
         for member in list(self._members.values()):
             if member.session not in self._waiting:
-                self._try(member, self._look_at)
-        self._send_replies()
+                self._heed(member, self._look_at)
+
+    # -- one session ---------------------------------------------------------------------------
 
     def _heed(self, member: _Member, deal_with: Callable[[_Member], None]) -> None:
-        self._try(member, deal_with)
-        self._send_replies()
-
-    def _try(self, member: _Member, deal_with: Callable[[_Member], None]) -> None:
         """What fails ends the session on whose behalf it was done; its own thread tells of it."""
         try:
             deal_with(member)
         except Exception as error:
             self._release(member, error)
+        self._send_replies()
 
     def _tick(self, _: _Member) -> None:
         self._host.act(lambda: self._ledger.tick(self._clock()))
@@ -230,6 +234,11 @@ class Loop:
         """A worker is gone that waited for its reply."""
         self._host.act(lambda: self._ledger.vanish(member.session.worker))
         self._answer(member)
+
+    def _hear_out(self, member: _Member) -> None:
+        """A push that lay here has left unread what told of it."""
+        if member.session not in self._waiting and not member.over.is_set():
+            self._listen(member)
 
     def _listen(self, member: _Member) -> None:
         session = member.session

@@ -105,7 +105,7 @@ class Server:
         """Wait until every session has ended, which `close` or their workers see to."""
         if self._acceptor is not None:
             self._acceptor.join()
-        self.sessions.join()
+        self.sessions.loop.join()
 
     @property
     def is_stopping(self) -> bool:

@@ -20,12 +20,16 @@ POLL_S = 0.2
 """How often workers that say nothing are looked at, and whether the server is to stop."""
 TICK_S = 0.05
 """How often the discipline is told the time while somebody waits for a reply."""
+LARGE_FROM = 500_000
+"""Elements from which on a session has a thread of its own, and a gradient is looked at before the
+lock is taken, since that takes so long that others should not have to wait for it. With a small
+one, threads that take turns at the interpreter's lock cost more than they gain."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Written by the thread that serves it, and under the shard's lock by the thread that closes a sync round
-    or lets a bounded worker go on."""
+    """Written by the thread that serves it, and under the shard's lock by the thread that closes a
+    sync round or lets a bounded worker go on."""
 
     end: ServerEnd
     worker: int
@@ -36,10 +40,10 @@ class Session:
     outbox: "deque[Session] | None" = None
     """Where it is put when its reply is made, for the loop that serves it along with others; None:
     it has a thread of its own."""
-    trusts_worker: bool = False
-    """On a device the worker, of the same process, has looked at a gradient; nobody waits again."""
     base: Tensor | None = None
     """The parameters that its next gradient is computed on, where the rule looks at them."""
+    trusts_worker: bool = field(init=False)
+    """On a device the worker, of the same process, has looked at a gradient; nobody waits again."""
     record: PushRecord = field(init=False)
     """There is none before the first push comes."""
     gradient: Gradient | None = None
@@ -52,6 +56,9 @@ class Session:
     applying: threading.Lock = field(default_factory=threading.Lock)
     """Lock-free, held while its gradient goes in and is written down: by nobody else but who takes
     a snapshot, for which everybody stands still a moment."""
+
+    def __post_init__(self) -> None:
+        self.trusts_worker = self.end.reply_slot.is_on_device
 
     def begin(self, header: PushHeader, now: float) -> None:
         """Look at a push, before anybody is told of it."""

@@ -23,7 +23,7 @@ from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
 from offbeat.ledger import Action, Dismiss, Ledger, Snapshot, cut
 from offbeat.roles.loop import Loop
-from offbeat.roles.session import POLL_S, TICK_S, Session
+from offbeat.roles.session import LARGE_FROM, POLL_S, TICK_S, Session
 from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
 from offbeat.streams import Scope, make_streams
@@ -32,10 +32,6 @@ from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, WelcomeHe
 MAKE_WAY_TIMEOUT_S = 10.0
 """How long a worker that comes again waits for its former connection to end."""
 WORKER_TIMEOUT_S = 30.0
-LARGE_FROM = 500_000
-"""Elements from which on a session has a thread of its own, and a gradient is looked at before the
-lock is taken, since that takes so long that others should not have to wait for it. With a small
-one, threads that take turns at the interpreter's lock cost more than they gain."""
 
 
 class Sessions:
@@ -75,7 +71,7 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._shared_updater: Updater | None = None
         """Of all sessions; in lock-free, of those that the loop serves."""
-        self._loop = Loop(self, clock, f"ps-{index}-loop")
+        self.loop = Loop(self, clock, f"ps-{index}-loop")
 
     def in_stream(self) -> Scope:
         """For every thread of the server: where its work on the shard goes."""
@@ -91,8 +87,6 @@ class Sessions:
             self.shard.load(state)
             self._streams.wait_for_all()  # sessions have streams of their own
             self.ledger.load(state.accounts)
-            if self._is_locked:
-                self._shared_updater = self.shard.make_updater()
             self.loaded.set()
         return True
 
@@ -100,17 +94,12 @@ class Sessions:
         """Carry out what the ledger answers to something that no push brought about."""
         with self._membership:
             self.act(event)
-        if self._loop.outbox:
-            self._loop.wake()
+        self.loop.wake()
 
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
         for session in list(self._sessions.values()):
             session.end.close(reason, over=over)
-
-    def join(self) -> None:
-        """Wait until there is no thread here any more, which a ledger that is closing sees to."""
-        self._loop.join()
 
     # -- a worker comes and goes ---------------------------------------------------------------
 
@@ -120,9 +109,9 @@ class Sessions:
         if session is None:
             return
         try:
-            if session.outbox is not None and end.descriptor is not None:
-                self._loop.serve(session, end.descriptor)
-            while not self.ledger.is_closing:
+            if session.outbox is not None:
+                self.loop.serve(session)
+            while session.outbox is None and not self.ledger.is_closing:
                 header = end.receive(POLL_S)
                 if header is not None:
                     self._handle(session, header)
@@ -153,16 +142,15 @@ class Sessions:
                     incarnation,
                     updater=self._updater(in_loop=in_loop),
                     reply_made=threading.Condition(self._mutex) if self._is_locked else None,
-                    outbox=self._loop.outbox if in_loop else None,
-                    trusts_worker=slot.is_on_device,
+                    outbox=self.loop.outbox if in_loop else None,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
                 )
                 settled, actions = self.ledger.join(worker, incarnation, self._clock())
                 self._carry_out(actions)
+        self.loop.wake()
         end.welcome(WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining))
-        self._log.info(
-            "worker %d (incarnation %d) joined at version %d", worker, incarnation, version
-        )
+        joined = "worker %d (incarnation %d) joined at version %d"
+        self._log.info(joined, worker, incarnation, version)
         return session
 
     def _make_way(self, worker: int) -> bool:
@@ -170,16 +158,15 @@ class Sessions:
         former = self._sessions.get(worker)
         if former is not None:
             former.end.close("another connection of the same worker took this one's place")
-        gone = lambda: worker not in self._sessions  # noqa: E731
-        return self._membership.wait_for(gone, MAKE_WAY_TIMEOUT_S)
+        return self._membership.wait_for(lambda: worker not in self._sessions, MAKE_WAY_TIMEOUT_S)
 
     def _updater(self, *, in_loop: bool) -> Updater:
-        """Only ever used by one thread at a time."""
-        if self._shared_updater is None and in_loop:
-            self._shared_updater = self.shard.make_updater(shared=True)
-        if self._shared_updater is not None and (in_loop or self._is_locked):
-            return self._shared_updater
-        return self.shard.make_updater(shared=True)
+        """One that no two threads use at the same time."""
+        if not (self._is_locked or in_loop):
+            return self.shard.make_updater(shared=True)
+        if self._shared_updater is None:
+            self._shared_updater = self.shard.make_updater(shared=not self._is_locked)
+        return self._shared_updater
 
     def look_at(self, session: Session) -> None:
         """Nothing has come of a worker that is a push: it may be through, or gone."""

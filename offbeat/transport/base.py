@@ -251,6 +251,7 @@ class ServerEnd(ABC):
     def rest(self, resting: bool) -> None:
         """From now on the descriptor has to tell of every push, or not any more; look at
         `has_push` once more before waiting for it."""
+        return
 
     @abstractmethod
     def receive(self, timeout_s: float) -> PushHeader | None:

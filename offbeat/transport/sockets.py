@@ -222,7 +222,7 @@ class SocketServerEnd(ServerEnd):
 
     @property
     def descriptor(self) -> int | None:
-        return None if self._inline else self._connection.fileno()
+        return None if self._inline or self._connection.is_closed else self._connection.fileno()
 
     def has_push(self) -> bool:
         return self._pushes is not None and self._pushes.has_come()

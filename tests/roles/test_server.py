@@ -56,7 +56,8 @@ def test_sync_answers_all_with_the_same_bits_after_the_round(tmp_path: Path) -> 
 def test_sync_goes_on_when_a_worker_leaves_or_its_deadline_passes(tmp_path: Path) -> None:
     now = [0.0]
     options = {"round_timeout_s": 30.0}
-    with rig(tmp_path, "sync", 3, clock=lambda: now[0], discipline_options=options) as r:
+    more = {"discipline_options": options, "server_options": {"worker_timeout_s": 100.0}}
+    with rig(tmp_path, "sync", 3, clock=lambda: now[0], **more) as r:
         hands = r.join_all(3)
         hands[0].push(1.0)
         hands[1].push(3.0)
