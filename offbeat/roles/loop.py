@@ -82,6 +82,8 @@ class Loop:
         """For a reply that somebody else's push, a leave or a deadline makes."""
         self._look_at_s = 0.0
         self._hear_at_s = 0.0
+        self._is_awake = False
+        """Pushes are looked for where they lie, so that nobody has to tell of them."""
         self._poll = select.poll()
 
     def serve(self, session: Session) -> None:
@@ -144,12 +146,12 @@ class Loop:
     def _take_turn(self) -> None:
         """Deal with the pushes that are here; where there are none, wait for somebody to say
         something."""
-        pushing = self._pushing()
+        pushing = self._pushing() if self._is_awake else ()
         for member in pushing:
             self._heed(member, self._listen)
         now_s = time.monotonic()
         if not pushing:
-            self._hear(self._rest())
+            self._hear(self._wait())
         elif now_s >= self._hear_at_s:
             self._hear(self._poll.poll(0))
             self._hear_at_s = now_s + HEAR_S
@@ -157,7 +159,7 @@ class Loop:
             self._look_around()
             self._look_at_s = now_s + self._patience_s
 
-    def _pushing(self) -> list[_Member]:
+    def _pushing(self) -> Sequence[_Member]:
         """Who has a push here that can be dealt with."""
         return [
             member
@@ -165,19 +167,26 @@ class Loop:
             if member.session.end.has_push() and member.session not in self._waiting
         ]
 
+    def _wait(self) -> Sequence[tuple[int, int]]:
+        """Wait until somebody says something over its connection; returns who. When several do at
+        once there is enough to do to stay awake, and they need not say it there."""
+        came_meanwhile = False
+        if self._is_awake:
+            self._stay_awake(False)
+            came_meanwhile = bool(self._pushing())
+        ready = self._poll.poll(0 if came_meanwhile else 1e3 * self._patience_s)
+        if came_meanwhile or len(ready) > 1:
+            self._stay_awake(True)
+        return ready
+
+    def _stay_awake(self, awake: bool) -> None:
+        self._is_awake = awake
+        for member in self._members.values():
+            member.session.end.rest(not awake)
+
     @property
     def _patience_s(self) -> float:
         return TICK_S if self._waiting else POLL_S
-
-    def _rest(self) -> list[tuple[int, int]]:
-        """Wait until somebody says something; returns who."""
-        ends = [member.session.end for member in self._members.values()]
-        for end in ends:
-            end.rest(True)
-        ready = self._poll.poll(0 if self._pushing() else 1e3 * self._patience_s)
-        for end in ends:
-            end.rest(False)
-        return ready
 
     def _hear(self, ready: Sequence[tuple[int, int]]) -> None:
         """Deal with whoever says something over its connection, or hangs up."""
@@ -185,11 +194,9 @@ class Loop:
             member = self._members.get(descriptor)
             if member is None:
                 self._hear_bell()
-            elif member.session in self._waiting:
-                self._heed(member, self._vanish)
             else:
-                self._heed(member, self._listen)
-                self._heed(member, self._hear_out)
+                waits = member.session in self._waiting
+                self._heed(member, self._vanish if waits else self._listen)
 
     def _hear_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):  # somebody hung up in this turn, no bell
@@ -203,8 +210,15 @@ class Loop:
                 continue
             if former is not None:  # its connection was closed, and the number was free again
                 self._release(former, ConnectionClosedError("the connection was closed"))
-            self._members[member.descriptor] = member
-            self._poll.register(member.descriptor, select.POLLIN)
+            self._admit(member)
+
+    def _admit(self, member: _Member) -> None:
+        self._members[member.descriptor] = member
+        self._poll.register(member.descriptor, select.POLLIN)
+        end = member.session.end
+        end.rest(not self._is_awake)
+        if end.has_push():  # from before anybody was told to say so
+            self._heed(member, self._listen)
 
     def _look_around(self) -> None:
         """Time has gone by."""
@@ -234,11 +248,6 @@ class Loop:
         """A worker is gone that waited for its reply."""
         self._host.act(lambda: self._ledger.vanish(member.session.worker))
         self._answer(member)
-
-    def _hear_out(self, member: _Member) -> None:
-        """A push that lay here has left unread what told of it."""
-        if member.session not in self._waiting and not member.over.is_set():
-            self._listen(member)
 
     def _listen(self, member: _Member) -> None:
         session = member.session

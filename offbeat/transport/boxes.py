@@ -1,16 +1,19 @@
 """Headers in memory that two processes share: no system call while the other one is awake.
 
 A box holds one message, and the next one only when that was answered. Whoever is about to wait for
-the other one says so first, and looks once more; whoever puts something in sees that, and rings (a
-beat over the socket). Used by sockets.py, for both directions of a connection:
+the other one says so first, and looks once more. A message for somebody who sleeps goes over the
+socket, which wakes it; who falls asleep just as something is put in is rung for, with a beat. Used
+by sockets.py, for both directions of a connection:
 
-    if box.put(message):        # the reader sleeps
+    if box.reader_sleeps():
+        send(message)
+    elif box.put(message):      # and now it does
         ring()
 
     message = box.take()        # None: nothing new
     box.sleeps(True)
     if not box.has_come():
-        wait_for_a_ring()
+        wait_for_the_socket()
     box.sleeps(False)
 """
 
@@ -39,6 +42,9 @@ class Box:
     @staticmethod
     def num_bytes(message_bytes: int) -> int:
         return _MESSAGE + aligned(message_bytes)
+
+    def reader_sleeps(self) -> bool:
+        return self._sleeps[0] != 0
 
     def put(self, message: bytes) -> bool:
         """Returns whether the reader has to be woken."""

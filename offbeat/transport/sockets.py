@@ -142,16 +142,19 @@ class SocketWorkerEnd(WorkerEnd):
     def push(self, header: PushHeader) -> None:
         slot = self.gradient_slot.filled(header.num_bytes) if self._inline else None
         self._num_pushed += 1
-        if self._slots.pushes is not None:
-            if self._slots.pushes.put(pack_push(header)):
+        box = self._slots.pushes
+        if box is not None and not box.reader_sleeps():
+            if box.put(pack_push(header)):
                 self.beat()
             return
         with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
             _send_payload(self._connection, pack_push, header, slot)
 
     def wait_reply(self, timeout_s: float) -> ReplyHeader | None:
-        frame = _receive(self._connection, self._slots.replies, timeout_s)
-        if frame is None or frame.type == BEAT:
+        while (frame := _receive(self._connection, self._slots.replies, timeout_s)) is not None:
+            if frame.type != BEAT:  # one that came after what it told of was found
+                break
+        if frame is None:
             return None
         expect(self._connection, frame, REPLY)
         if self._inline:
@@ -262,7 +265,7 @@ class SocketServerEnd(ServerEnd):
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
             if self._inline:
                 _send_payload(self._connection, pack_reply, header, self._memory().reply)
-            elif self._replies is None:
+            elif self._replies is None or self._replies.reader_sleeps():
                 self._connection.send_now(pack_reply(header))
             elif self._replies.put(pack_reply(header)):
                 self._connection.send_now(_BEAT)

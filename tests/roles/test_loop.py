@@ -107,7 +107,7 @@ def test_a_deadline_closes_a_round_and_silence_a_session(tmp_path: Path) -> None
         now[0] = 6.0
         assert prompt.reply().version == 1
         assert silent.exchange(1.0).status == "dropped"
-        prompt.link.beat()
+        wait_until(lambda: r.server.ledger.members[1].num_heard > 0, "it was noted when")
         now[0] = 30.0
         with pytest.raises(ConnectionClosedError, match="nothing was heard of worker 1"):
             silent.reply()
