@@ -72,12 +72,14 @@ class PushRecord:
     def event_line(self, shard: int) -> str:
         """Its event. There are more of them than of any other, so that it is not put together by
         json."""
+        version, staleness = self.version, self.staleness
         return (
             f'{{"kind": "push", "shard": {shard}, "worker": {self.worker}, '
             f'"incarnation": {self.incarnation}, "sequence": {self.sequence}, '
             f'"batch": {self.batch}, "base_version": {self.base_version}, '
-            f'"outcome": "{self.outcome}", "version": {_json(self.version)}, '
-            f'"staleness": {_json(self.staleness)}, "mixed": {_json(self.mixed)}, '
+            f'"outcome": "{self.outcome}", "version": {"null" if version is None else version}, '
+            f'"staleness": {"null" if staleness is None else staleness}, '
+            f'"mixed": {"true" if self.mixed else "false"}, '
             f'"received_s": {self.received_s:.6f}, "applied_s": {_seconds(self.applied_s)}, '
             f'"replied_s": {_seconds(self.replied_s)}}}'
         )
@@ -316,10 +318,6 @@ def cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:
             return actions[:index], actions[index:]
         replied = replied or isinstance(action, Reply)
     return actions, ()
-
-
-def _json(value: int | bool | None) -> str:
-    return "null" if value is None else str(value).lower()
 
 
 def _seconds(value: float | None) -> str:

@@ -22,9 +22,10 @@ from torch import Tensor
 from offbeat.plugins import Plugin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gradient:
-    """One worker's gradient of a slice, as the shard sees it; the memory stays the caller's."""
+    """One worker's gradient of a slice, as the shard sees it; the memory stays the caller's. Every
+    push makes one: frozen, that would take four times as long."""
 
     values: Tensor
     mask: Sequence[bool] | None = None

@@ -42,7 +42,7 @@ from offbeat.roles.calls import (
 from offbeat.roles.context import Context, SentRecords
 from offbeat.roles.run import ServerRole
 from offbeat.roles.server import Server
-from offbeat.roles.sessions import POLL_S
+from offbeat.roles.session import POLL_S
 from offbeat.run.job import Facts, Job, disagreement, rejoin_job
 from offbeat.transport.base import Message
 from offbeat.transport.sockets import SocketListener, SocketServerEnd

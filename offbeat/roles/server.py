@@ -32,7 +32,8 @@ from offbeat.roles.calls import (
     describe_state,
     read_call,
 )
-from offbeat.roles.sessions import POLL_S, WORKER_TIMEOUT_S, Sessions
+from offbeat.roles.session import POLL_S
+from offbeat.roles.sessions import WORKER_TIMEOUT_S, Sessions
 from offbeat.run.events import EventLog
 from offbeat.run.job import disagreement
 from offbeat.shard import Shard, ShardState
@@ -104,6 +105,7 @@ class Server:
         """Wait until every session has ended, which `close` or their workers see to."""
         if self._acceptor is not None:
             self._acceptor.join()
+        self.sessions.loop.join()
 
     @property
     def is_stopping(self) -> bool:

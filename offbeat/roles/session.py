@@ -4,6 +4,7 @@ Made by sessions.py, which says when a reply is made, and when it is sent.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,11 +16,20 @@ from offbeat.rules import Gradient
 from offbeat.shard import Updater, usable
 from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd
 
+POLL_S = 0.2
+"""How often workers that say nothing are looked at, and whether the server is to stop."""
+TICK_S = 0.05
+"""How often the discipline is told the time while somebody waits for a reply."""
+LARGE_FROM = 500_000
+"""Elements from which on a session has a thread of its own, and a gradient is looked at before the
+lock is taken, since that takes so long that others should not have to wait for it. With a small
+one, threads that take turns at the interpreter's lock cost more than they gain."""
+
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Written by its own thread, and under the shard's lock by the thread that closes a sync round
-    or lets a bounded worker go on."""
+    """Written by the thread that serves it, and under the shard's lock by the thread that closes a
+    sync round or lets a bounded worker go on."""
 
     end: ServerEnd
     worker: int
@@ -27,8 +37,13 @@ class Session:
     updater: Updater
     reply_made: threading.Condition | None
     """None in lock-free, where a session's own thread makes every reply."""
+    outbox: "deque[Session] | None" = None
+    """Where it is put when its reply is made, for the loop that serves it along with others; None:
+    it has a thread of its own."""
     base: Tensor | None = None
     """The parameters that its next gradient is computed on, where the rule looks at them."""
+    trusts_worker: bool = field(init=False)
+    """On a device the worker, of the same process, has looked at a gradient; nobody waits again."""
     record: PushRecord = field(init=False)
     """There is none before the first push comes."""
     gradient: Gradient | None = None
@@ -47,6 +62,9 @@ class Session:
     """Lock-free, held while its gradient goes in and is written down: by nobody else but who takes
     a snapshot, for which everybody stands still a moment."""
 
+    def __post_init__(self) -> None:
+        self.trusts_worker = self.end.reply_slot.is_on_device
+
     def begin(self, header: PushHeader, now: float) -> None:
         """Look at a push, before anybody is told of it."""
         self.record = PushRecord(
@@ -59,8 +77,7 @@ class Session:
             now,
         )
         slot = self.end.gradient_slot(header)
-        # on a device the worker, of the same process, has looked at it, and nobody waits again
-        if header.void or not (slot.is_on_device or usable(slot.values)):
+        if header.void or not (self.trusts_worker or usable(slot.values)):
             self.gradient = None
             self.record.outcome = REJECTED
             return
@@ -79,11 +96,13 @@ class Session:
         if self.base is not None:  # the gradient that is under way has the former one
             self.base = self.end.reply_slot.values.clone()
         self.reply = header
-        if self.reply_made is not None:
+        if self.outbox is not None:
+            self.outbox.append(self)
+        elif self.reply_made is not None:
             self.reply_made.notify()
 
     def send_reply(self, clock: Callable[[], float]) -> None:
-        """Send the reply, if it is made; only ever called by the session's own thread."""
+        """Send the reply, if it is made; only ever called by the thread that serves the session."""
         if self.reply is not None:
             self.end.send(self.reply)
             self.record.replied_s = clock()

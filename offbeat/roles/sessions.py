@@ -1,11 +1,12 @@
 """The workers that are connected to one server, and what is done to its shard on their behalf.
 
-One thread per worker (its session) receives that worker's pushes and sends its replies. What is to
-be done the ledger says (ledger.py), and here it is carried out. Under the shard's lock: decide,
-apply, copy the parameters into the reply slots. Outside it: sending, each session to its own
-worker, so that a slow reader delays nobody. The lock-free discipline runs the same code with no
-lock and an updater per session. Where a transport has it so (Attendant), the worker's own thread
-does what the session's would. Used by roles/server.py:
+One thread per worker (its session) receives that worker's pushes and sends its replies; where the
+slice is small and the payload in shared memory, one thread does so for all of them (loop.py). What
+is to be done the ledger says (ledger.py), and here it is carried out. Under the shard's lock:
+decide, apply, copy the parameters into the reply slots. Outside it: sending, each session to its
+own worker, so that a slow reader delays nobody. The lock-free discipline runs the same code with no
+lock and an updater for each thread. Where a transport has it so (Attendant), the worker's own
+thread does what the session's would. Used by roles/server.py:
 
     sessions = Sessions(shard, Ledger(Sync(range(2))), index=0, ...)
     sessions.load(state)
@@ -21,24 +22,18 @@ from typing import Any
 from offbeat.accounts import REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
-from offbeat.roles.session import Session
+from offbeat.ledger import Action, Dismiss, Ledger, Snapshot, cut
+from offbeat.roles.attendant import SessionAttendant
+from offbeat.roles.loop import Loop
+from offbeat.roles.session import LARGE_FROM, POLL_S, TICK_S, Session
 from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
 from offbeat.streams import NO_MARK, Scope, make_mark, make_streams
 from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, WelcomeHeader
 
-POLL_S = 0.2
-"""How often a thread that waits for its worker looks whether the server is to stop."""
-TICK_S = 0.05
-"""How often the discipline is told the time while somebody waits for a reply."""
 MAKE_WAY_TIMEOUT_S = 10.0
 """How long a worker that comes again waits for its former connection to end."""
 WORKER_TIMEOUT_S = 30.0
-CHECKED_UNLOCKED_FROM = 500_000
-"""Elements from which on a gradient is looked at before the lock is taken, since that takes so long
-that others should not have to wait for it. With a small one, threads that take turns at the
-interpreter's lock cost more than they gain."""
 
 
 class Sessions:
@@ -69,7 +64,7 @@ class Sessions:
         self._lock: contextlib.AbstractContextManager[Any] = (
             self._mutex if self._is_locked else contextlib.nullcontext()
         )
-        self._is_large = shard.params.numel() >= CHECKED_UNLOCKED_FROM
+        self._is_large = shard.params.numel() >= LARGE_FROM
         self._streams = make_streams(shard.params.device)
         self._turn = make_mark(shard.params.device) if self._is_locked else NO_MARK
         """After what was last told to be done to the shard: every thread has a stream of its own,
@@ -78,6 +73,8 @@ class Sessions:
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
         self._shared_updater: Updater | None = None
+        """Of all sessions; in lock-free, of those that the loop serves."""
+        self.loop = Loop(self, clock, f"ps-{index}-loop")
 
     def in_stream(self) -> Scope:
         """For every thread of the server: where its work on the shard goes."""
@@ -93,15 +90,14 @@ class Sessions:
             self.shard.load(state)
             self._streams.wait_for_all()  # sessions have streams of their own
             self.ledger.load(state.accounts)
-            if self._is_locked:
-                self._shared_updater = self.shard.make_updater()
             self.loaded.set()
         return True
 
     def tell(self, event: Callable[[], Sequence[Action]]) -> None:
         """Carry out what the ledger answers to something that no push brought about."""
-        with self._membership, self._lock:
-            self._carry_out(event())
+        with self._membership:
+            self.act(event)
+        self.loop.wake()
 
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
@@ -116,14 +112,14 @@ class Sessions:
         if session is None:
             return
         try:
-            while not self.ledger.is_closing:
+            if session.outbox is not None:
+                self.loop.serve(session)
+            while session.outbox is None and not self.ledger.is_closing:
                 header = end.receive(POLL_S)
                 if header is not None:
                     self._handle(session, header)
-                elif end.finished_at is not None and not session.is_finished:
-                    self._finish(session, end.finished_at)
                 else:
-                    self._check_alive(session)
+                    self.look_at(session)
         finally:
             self._leave(session)
 
@@ -144,21 +140,23 @@ class Sessions:
                 version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
                 slot.mark.set()
                 self._turn.set()
+                in_loop = end.descriptor is not None and not self._is_large
                 session = self._sessions[worker] = Session(
                     end,
                     worker,
                     incarnation,
-                    updater=self._shared_updater or self.shard.make_updater(shared=True),
+                    updater=self._updater(in_loop=in_loop),
                     reply_made=threading.Condition(self._mutex) if self._is_locked else None,
+                    outbox=self.loop.outbox if in_loop else None,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
                 )
                 settled, actions = self.ledger.join(worker, incarnation, self._clock())
                 self._carry_out(actions)
-        end.attend(_Attendant(self, session))
+        self.loop.wake()
+        end.attend(SessionAttendant(self, session))
         end.welcome(WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining))
-        self._log.info(
-            "worker %d (incarnation %d) joined at version %d", worker, incarnation, version
-        )
+        joined = "worker %d (incarnation %d) joined at version %d"
+        self._log.info(joined, worker, incarnation, version)
         return session
 
     def _make_way(self, worker: int) -> bool:
@@ -166,10 +164,21 @@ class Sessions:
         former = self._sessions.get(worker)
         if former is not None:
             former.end.close("another connection of the same worker took this one's place")
-        gone = lambda: worker not in self._sessions  # noqa: E731
-        return self._membership.wait_for(gone, MAKE_WAY_TIMEOUT_S)
+        return self._membership.wait_for(lambda: worker not in self._sessions, MAKE_WAY_TIMEOUT_S)
 
-    def _check_alive(self, session: Session) -> None:
+    def _updater(self, *, in_loop: bool) -> Updater:
+        """One that no two threads use at the same time."""
+        if not (self._is_locked or in_loop):
+            return self.shard.make_updater(shared=True)
+        if self._shared_updater is None:
+            self._shared_updater = self.shard.make_updater(shared=not self._is_locked)
+        return self._shared_updater
+
+    def look_at(self, session: Session) -> None:
+        """Nothing has come of a worker that is a push: it may be through, or gone."""
+        if session.end.finished_at is not None and not session.is_finished:
+            self._finish(session, session.end.finished_at)
+            return
         worker, num_heard = session.worker, session.end.num_heard
         if self.ledger.silent_s(worker, num_heard, self._clock()) > self._worker_timeout_s:
             raise ConnectionClosedError(
@@ -185,7 +194,7 @@ class Sessions:
         with session.attended:
             session.is_gone = True
             if session.awaits_reply:
-                self._give_up(session)
+                self.close_push(session)
         with self._membership:
             try:
                 self.tell(lambda: self.ledger.leave(session.worker))
@@ -197,13 +206,23 @@ class Sessions:
     # -- one push ------------------------------------------------------------------------------
 
     def _handle(self, session: Session, header: PushHeader) -> None:
-        """Follow a gradient to its end."""
+        """Follow a gradient to its end, in a thread that may wait for it."""
         self.take(session, header)
         while session.awaits_reply:
             self.await_reply(session)
 
     def take(self, session: Session, header: PushHeader) -> None:
-        """Decide, apply and reply in the discipline's order, as far as nobody is waited for."""
+        """Follow a gradient as far as nobody else has to be waited for."""
+        later = self.push(session, header)
+        session.send_reply(self._clock)
+        if later:
+            self.act(lambda: later)
+        if not session.awaits_reply:
+            self.close_push(session)
+
+    def push(self, session: Session, header: PushHeader) -> Sequence[Action]:
+        """Decide, apply and make replies in the discipline's order, up to where replies have to
+        leave; returns what comes after that."""
         if self._is_large:
             session.begin(header, self._clock())
         with self._lock:
@@ -212,12 +231,12 @@ class Sessions:
             now, later = cut(self.ledger.push(session.record, self.shard.version))
             session.awaits_reply = not (now and isinstance(now[0], Dismiss))
             self._carry_out(now)
-        session.send_reply(self._clock)
-        if later:
-            with self._lock:
-                self._carry_out(later)
-        if not session.awaits_reply:
-            self._record(session.record)
+        return later
+
+    def act(self, event: Callable[[], Sequence[Action]]) -> None:
+        """Carry out what the ledger answers to something else than a push."""
+        with self._lock:
+            self._carry_out(event())
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         if not actions:
@@ -290,18 +309,15 @@ class Sessions:
                 self._carry_out(self.ledger.vanish(session.worker))
                 is_over = True
         session.send_reply(self._clock)
-        if is_over and session.awaits_reply:
-            self._give_up(session)
-        elif not session.awaits_reply:
-            self._record(session.record)
+        if is_over or not session.awaits_reply:
+            self.close_push(session)
 
-    def _give_up(self, session: Session) -> None:
-        """No reply will come."""
-        session.awaits_reply = False
-        self.ledger.abandon(session.record)
-        self._record(session.record)
-
-    def _record(self, record: PushRecord) -> None:
+    def close_push(self, session: Session) -> None:
+        """It has its reply, or will have none: write it down."""
+        record = session.record
+        if session.awaits_reply:
+            session.awaits_reply = False
+            self.ledger.abandon(record)
         if record.outcome == REJECTED:
             self._log.warning(
                 "refused a gradient of worker %d (batch %d): not finite, too large, or unreadable",
@@ -309,26 +325,3 @@ class Sessions:
                 record.batch,
             )
         self._events.record_line(record.event_line, self._index)
-
-
-class _Attendant:
-    """For a worker whose own thread does what its session's would. What that raises goes to the
-    session's, which ends."""
-
-    def __init__(self, sessions: Sessions, session: Session) -> None:
-        self._sessions = sessions
-        self._session = session
-
-    def push(self, header: PushHeader) -> None:
-        session = self._session
-        with session.attended:
-            if not session.is_gone:
-                self._sessions.take(session, header)
-
-    def wait(self, timeout_s: float) -> bool:
-        session = self._session
-        with session.attended:
-            if session.is_gone or not session.awaits_reply:
-                return False
-            self._sessions.await_reply(session)
-        return True

@@ -258,6 +258,21 @@ class ServerEnd(ABC):
         pushes go to `attendant` from now on instead of to `receive`: no thread waits for another
         one to wake up. Before `welcome`."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """What becomes readable when something has come of the worker, where one thread can look
+        after many ends: there `receive(0.0)` and `send` wait for nothing. None: nothing does."""
+        return None
+
+    def has_push(self) -> bool:
+        """Whether a push is here that the descriptor may not tell of."""
+        return False
+
+    def rest(self, resting: bool) -> None:
+        """From now on the descriptor has to tell of every push, or not any more; look at
+        `has_push` once more before waiting for it."""
+        return
+
     @abstractmethod
     def receive(self, timeout_s: float) -> PushHeader | None:
         """The next push, or None when about `timeout_s` have passed or the worker has said that

@@ -7,7 +7,8 @@ namespace: no file), `unix:/short/path`, or `tcp:host:port`.
     link = connect(listener.address, hello, layout, timeout_s)
 
 On one machine the server makes a connection's memory, seals it, and passes its descriptor with the
-welcome; headers go over the socket. A peer that dies is an end of file, at once, either way.
+welcome. The headers of pushes and replies lie there too (boxes.py), and the socket wakes whoever
+sleeps. A peer that dies is an end of file, at once, either way.
 """
 
 import contextlib
@@ -41,12 +42,14 @@ from offbeat.transport.base import (
     WelcomeHeader,
     WorkerEnd,
 )
+from offbeat.transport.boxes import IN_ORDER, Box
 from offbeat.transport.security import OPEN, Terms, admit, introduce, prepare
 from offbeat.transport.wire import (
     ANSWER,
     BEAT,
     CALL,
     FINISH,
+    FORMAT,
     GOODBYE,
     HELLO,
     MAX_HELLO_BYTES,
@@ -70,6 +73,7 @@ from offbeat.transport.wire import (
 BACKLOG = 128
 EVENT_BYTES = 1 << 22
 _BEAT = pack(BEAT)
+_BOX_BYTES = Box.num_bytes(FORMAT.size)
 
 Said = TypeVar("Said", PushHeader, ReplyHeader, WelcomeHeader)
 
@@ -138,11 +142,18 @@ class SocketWorkerEnd(WorkerEnd):
     def push(self, header: PushHeader) -> None:
         slot = self.gradient_slot.filled(header.num_bytes) if self._inline else None
         self._num_pushed += 1
+        box = self._slots.pushes
+        if box is not None and not box.reader_sleeps():
+            if box.put(pack_push(header)):
+                self.beat()
+            return
         with contextlib.suppress(ConnectionClosedError):  # wait_reply raises it again
             _send_payload(self._connection, pack_push, header, slot)
 
     def wait_reply(self, timeout_s: float) -> ReplyHeader | None:
-        frame = self._connection.receive(timeout_s)
+        while (frame := _receive(self._connection, self._slots.replies, timeout_s)) is not None:
+            if frame.type != BEAT:  # one that came after what it told of was found
+                break
         if frame is None:
             return None
         expect(self._connection, frame, REPLY)
@@ -174,6 +185,8 @@ class SocketServerEnd(ServerEnd):
         self._terms = terms
         self._inline = inline
         self._slots: _Slots | None = None
+        self._pushes: Box | None = None
+        self._replies: Box | None = None
         self._descriptor: int | None = None
         self._num_received = 0
         self._answers = False
@@ -210,11 +223,24 @@ class SocketServerEnd(ServerEnd):
     def refuse(self, reason: str) -> None:
         self._connection.close(*json_frame(REFUSE, {"reason": reason}))
 
+    @property
+    def descriptor(self) -> int | None:
+        return None if self._inline or self._connection.is_closed else self._connection.fileno()
+
+    def has_push(self) -> bool:
+        return self._pushes is not None and self._pushes.has_come()
+
+    def rest(self, resting: bool) -> None:
+        if self._pushes is not None:
+            self._pushes.sleeps(resting)
+
     def receive(self, timeout_s: float) -> PushHeader | None:
-        while (frame := self._connection.receive(timeout_s)) is not None:
+        while (frame := _receive(self._connection, self._pushes, timeout_s)) is not None:
             self.num_heard += 1
             if frame.type != BEAT:
                 break
+            if not timeout_s:
+                return None
         if frame is None:
             return None
         if frame.type == FINISH:
@@ -236,9 +262,13 @@ class SocketServerEnd(ServerEnd):
         return self._memory().gradients[(self._num_received - 1) % 2]
 
     def send(self, header: ReplyHeader) -> None:
-        slot = self._memory().reply if self._inline else None
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
-            _send_payload(self._connection, pack_reply, header, slot)
+            if self._inline:
+                _send_payload(self._connection, pack_reply, header, self._memory().reply)
+            elif self._replies is None or self._replies.reader_sleeps():
+                self._connection.send_now(pack_reply(header))
+            elif self._replies.put(pack_reply(header)):
+                self._connection.send_now(_BEAT)
 
     def is_open(self) -> bool:
         return not self._connection.is_closed and not self._poll.poll(0)
@@ -265,6 +295,7 @@ class SocketServerEnd(ServerEnd):
             else:
                 self._descriptor = make_memory(_Slots.num_bytes(self.layout))
                 self._slots = _Slots.shared(self.layout, self._descriptor)
+                self._pushes, self._replies = self._slots.pushes, self._slots.replies
         return self._slots
 
 
@@ -393,7 +424,8 @@ class SocketListener(Listener):
 
 
 class _Slots:
-    """Two gradient slots and one reply slot, in ordinary or in shared memory."""
+    """Two gradient slots and one reply slot, in ordinary or in shared memory; there, with a box for
+    the headers that go each way."""
 
     def __init__(self, layout: Layout, buffer: mmap.mmap | None = None) -> None:
         start = 0
@@ -403,6 +435,12 @@ class _Slots:
             start += _slot_bytes(part)
         self.gradients = made[:2]
         self.reply = made[2]
+        self.pushes: Box | None = None
+        self.replies: Box | None = None
+        if buffer is not None and IN_ORDER:
+            memory = memoryview(buffer)
+            self.pushes = Box(memory[start : start + _BOX_BYTES], FORMAT.size)
+            self.replies = Box(memory[start + _BOX_BYTES :], FORMAT.size)
 
     @classmethod
     def shared(cls, layout: Layout, descriptor: int) -> "_Slots":
@@ -410,7 +448,7 @@ class _Slots:
 
     @staticmethod
     def num_bytes(layout: Layout) -> int:
-        return 2 * _slot_bytes(layout.gradient) + _slot_bytes(layout)
+        return 2 * _slot_bytes(layout.gradient) + _slot_bytes(layout) + 2 * _BOX_BYTES
 
 
 def _slot_bytes(layout: Layout) -> int:
@@ -445,6 +483,37 @@ def _call_bytes(layout: Layout) -> int:
 
 def _parts(slot: Slot) -> list[memoryview]:
     return [as_bytes(t) for t in (slot.values, slot.mask, slot.floats, slot.ints) if t.numel()]
+
+
+def _receive(connection: Connection, box: Box | None, timeout_s: float) -> Frame | None:
+    """The next frame's header, from the box or the socket; None when about `timeout_s` have passed.
+    What the other end had put into the box before it hung up comes first."""
+    if box is None:
+        return connection.receive(timeout_s)
+    raw = box.take()
+    if raw is not None:
+        return Frame(raw)
+    frame = None
+    try:
+        frame = _receive_asleep(connection, box, timeout_s)
+        if frame is not None and frame.type == GOODBYE and box.has_come():
+            expect(connection, frame, BEAT)
+    except ConnectionClosedError:  # the next one to read is told again
+        if not box.has_come():
+            raise
+        frame = None
+    raw = box.take() if frame is None or frame.type == BEAT else None
+    return frame if raw is None else Frame(raw)
+
+
+def _receive_asleep(connection: Connection, box: Box, timeout_s: float) -> Frame | None:
+    if not timeout_s:
+        return connection.receive(0.0)
+    box.sleeps(True)
+    try:
+        return None if box.has_come() else connection.receive(timeout_s)
+    finally:
+        box.sleeps(False)
 
 
 def _send_payload(

@@ -41,6 +41,9 @@ CHUNK_BYTES = 1 << 20
 WAKE_S = 0.2
 """A thread that waits for a frame looks up this often."""
 
+_AT_ONCE = int(socket.MSG_DONTWAIT)  # as plain numbers: to join two flags took longer than to send
+_AT_ONCE_QUIETLY = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_QUIETLY = int(socket.MSG_NOSIGNAL)
 _FLAG = 1
 """In a push: void. In a goodbye: over."""
 _MASKED = 2
@@ -206,19 +209,36 @@ class Connection:
                 else:
                     self._send_all(head)
             except OSError as error:
-                # not the last word: a goodbye with the reason may lie here unread
-                self._torn = True
-                if isinstance(error, TimeoutError):  # half a frame is there, and will not be whole
-                    with contextlib.suppress(OSError):  # the other end was quicker
-                        self._socket.shutdown(socket.SHUT_RDWR)
-                raise ConnectionClosedError(f"the connection broke: {error}") from error
+                raise self._broken(error) from error
+
+    def send_now(self, head: bytes) -> None:
+        """Send a frame to somebody who has read all but the last few, so that there is room for it;
+        who has not is gone."""
+        with self._sending:
+            try:
+                num_sent = self._socket.send(head, _AT_ONCE_QUIETLY)
+                if num_sent < len(head):
+                    raise BlockingIOError
+            except BlockingIOError as error:
+                raise self._broken(TimeoutError("the other end reads nothing")) from error
+            except OSError as error:
+                raise self._broken(error) from error
+
+    def _broken(self, error: OSError) -> ConnectionClosedError:
+        """Nothing can be sent any more. Not the last word: a goodbye with the reason may lie here
+        unread."""
+        self._torn = True
+        if isinstance(error, TimeoutError):  # half a frame is there, and will not be whole
+            with contextlib.suppress(OSError):  # the other end was quicker
+                self._socket.shutdown(socket.SHUT_RDWR)
+        return ConnectionClosedError(f"the connection broke: {error}")
 
     def try_to_send(self, head: bytes) -> None:
         """Send a frame that nobody waits for, unless the line is busy or gone."""
         if self._torn or not self._sending.acquire(blocking=False):
             return
         try:
-            num_sent = self._socket.send(head, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            num_sent = self._socket.send(head, _AT_ONCE_QUIETLY)
             if num_sent < len(head):
                 self._torn = True
                 self._send(head[num_sent:], (), ())
@@ -244,7 +264,7 @@ class Connection:
         deadline_s = 0.0
         while len(rest):
             try:
-                rest = rest[self._socket.send(rest[:CHUNK_BYTES], socket.MSG_NOSIGNAL) :]
+                rest = rest[self._socket.send(rest[:CHUNK_BYTES], _QUIETLY) :]
                 deadline_s = 0.0
             except BlockingIOError:
                 deadline_s = deadline_s or time.monotonic() + STALL_TIMEOUT_S
@@ -256,12 +276,15 @@ class Connection:
     # -- reading -------------------------------------------------------------------------------
 
     def receive(self, timeout_s: float) -> Frame | None:
-        """The next frame's header, or None when about `timeout_s` have passed. Its body must be
-        read before the next one."""
+        """The next frame's header, or None when about `timeout_s` have passed; 0: without waiting.
+        Its body must be read before the next one."""
         with self._reading:
             # nearly always a header comes whole, and at once
-            self._num_read += self._read_some(self._head_view[self._num_read :])
+            flags = 0 if timeout_s else _AT_ONCE
+            self._num_read += self._read_some(self._head_view[self._num_read :], flags)
             if self._num_read < FORMAT.size:
+                if not timeout_s:
+                    return None
                 deadline_s = time.monotonic() + timeout_s - WAKE_S
                 while self._num_read < FORMAT.size:
                     if time.monotonic() >= deadline_s:
@@ -362,9 +385,8 @@ class Connection:
         if goodbye and self._closed is None and self._sending.acquire(timeout=WAKE_S):
             try:
                 with contextlib.suppress(OSError):  # gone already: then nobody needs to be told
-                    flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
                     if not self._torn:
-                        self._socket.send(goodbye + reason, flags)
+                        self._socket.send(goodbye + reason, _AT_ONCE_QUIETLY)
             finally:
                 self._sending.release()
         self.lost("this end was closed")

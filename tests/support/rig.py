@@ -152,6 +152,7 @@ class Rig:
         **shard_options: Any,
     ) -> None:
         self.make_codec = make_codec
+        self.hands: list[Hand] = []
         self.manifest = manifest_of(sizes)
         optimizer = shard_options.pop("optimizer", SGD(lr=1.0))
         total = self.manifest.num_elements
@@ -187,7 +188,8 @@ class Rig:
     def join(self, worker: int, fingerprint: str = "same", incarnation: int = 0) -> Hand:
         hello = {"worker": worker, "incarnation": incarnation, "fingerprint": fingerprint}
         link = encoding(knock(self.listener, hello, self.layout), self.make_codec())
-        return Hand(link, worker, incarnation)
+        self.hands.append(Hand(link, worker, incarnation))
+        return self.hands[-1]
 
     def drain(self, timeout_s: float = TIMEOUT_S) -> bool:
         """Wait until every session has ended, and so every accepted gradient is applied."""
@@ -221,6 +223,8 @@ class Rig:
     def close(self) -> None:
         self.server.close()
         self.events.close()
+        for hand in self.hands:
+            hand.link.close()
 
     def pushes(self) -> list[dict[str, Any]]:
         self.events.flush()
