@@ -1,12 +1,11 @@
 """The workers that are connected to one server, and what is done to its shard on their behalf.
 
-One thread per worker (its session) receives that worker's pushes and sends its replies; where the
-slice is small and the payload in shared memory, one thread does so for all of them (loop.py). What
-is to be done the ledger says (ledger.py), and here it is carried out. Under the shard's lock:
-decide, apply, copy the parameters into the reply slots. Outside it: sending, each session to its
-own worker, so that a slow reader delays nobody. The lock-free discipline runs the same code with no
-lock and an updater for each thread. Where a transport has it so (Attendant), the worker's own
-thread does what the session's would. Used by roles/server.py:
+One thread per worker (its session) receives that worker's pushes and sends its replies; with small
+slices in shared memory one does so for all (loop.py), and where slots are on a device the worker's
+own thread does (attendant.py). What is to be done the ledger says, and here it is carried out.
+Under the shard's lock: decide, apply, copy the parameters into reply slots. Outside it: sending, so
+that a slow reader delays nobody. The lock-free discipline runs the same code with no lock and an
+updater for each thread. Used by roles/server.py:
 
     sessions = Sessions(shard, Ledger(Sync(range(2))), index=0, ...)
     sessions.load(state)
@@ -72,8 +71,7 @@ class Sessions:
         self._membership = threading.Condition()
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
-        self._shared_updater: Updater | None = None
-        """Of all sessions; in lock-free, of those that the loop serves."""
+        self._shared_updater: Updater | None = None  # in lock-free, of those that the loop serves
         self.loop = Loop(self, clock, f"ps-{index}-loop")
 
     def in_stream(self) -> Scope:
@@ -179,11 +177,9 @@ class Sessions:
         if session.end.finished_at is not None and not session.is_finished:
             self._finish(session, session.end.finished_at)
             return
-        worker, num_heard = session.worker, session.end.num_heard
-        if self.ledger.silent_s(worker, num_heard, self._clock()) > self._worker_timeout_s:
-            raise ConnectionClosedError(
-                f"nothing was heard of worker {worker} for {self._worker_timeout_s:g} s"
-            )
+        worker, num_heard, most_s = session.worker, session.end.num_heard, self._worker_timeout_s
+        if self.ledger.silent_s(worker, num_heard, self._clock()) > most_s:
+            raise ConnectionClosedError(f"nothing was heard of worker {worker} for {most_s:g} s")
 
     def _finish(self, session: Session, sequence: int) -> None:
         session.is_finished = True
@@ -319,9 +315,8 @@ class Sessions:
             session.awaits_reply = False
             self.ledger.abandon(record)
         if record.outcome == REJECTED:
-            self._log.warning(
-                "refused a gradient of worker %d (batch %d): not finite, too large, or unreadable",
-                record.worker,
-                record.batch,
+            refused = (
+                "refused a gradient of worker %d (batch %d): not finite, too large, or unreadable"
             )
+            self._log.warning(refused, record.worker, record.batch)
         self._events.record_line(record.event_line, self._index)

@@ -13,6 +13,7 @@ over. Rank 0 is the master's worker, and does nothing else than the others here.
 engine, as `offbeat role worker --index 1 --run-dir RUN` or as a thread.
 """
 
+import functools
 import logging
 import math
 import threading
@@ -106,6 +107,10 @@ class Worker:
             connect_timeout_s=connect_timeout_s,
         )
         self._seeds_torch = seeds_torch
+        self._forward_seed = functools.lru_cache(maxsize=2)(
+            functools.partial(make_seed, job.config.seed, "forward", rank)
+        )
+        """Of a step; the next one's is worked out while there is time."""
         self._summaries = summaries
         self._say = say if job.config.log_every else None
         self._said = (0.0, 0, 0)
@@ -148,12 +153,14 @@ class Worker:
                     return False
                 self._faults.begin(self.step)
                 epoch, batch = upcoming
-                step = _Step(self.step, epoch, batch_length(batch), self._clock())
+                start_s = self._clock()
                 self._compute_watched(batch)
                 present = self._take_gradient()
+                step = _Step(self.step, epoch, batch_length(batch), start_s)
                 self._write_down()
                 if is_told:
                     upcoming = next(batches, None)  # prepared while a device computes
+                    self._forward_seed(self.step + 1)
                 step.loss, is_usable = self.towers.wait()
                 self._check_loss(step.loss, batch)
                 self._faults.computed(step.start_s, prepare_s)
@@ -200,8 +207,7 @@ class Worker:
         if self.step % IDENTITY_CHECK_EVERY == 1:
             self.towers.check_identity()
         if self._seeds_torch or self.towers.is_told:
-            seed = make_seed(self.job.config.seed, "forward", self.rank, self.step)
-            self.towers.seed(seed, captured_only=not self._seeds_torch)
+            self.towers.seed(self._forward_seed(self.step), captured_only=not self._seeds_torch)
         self.towers.compute(self.job.recipe.loss, self.towers.deal(batch), eagerly=eagerly)
 
     def _check_loss(self, loss: float, batch: Batch) -> None:

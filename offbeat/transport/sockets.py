@@ -243,6 +243,8 @@ class SocketServerEnd(ServerEnd):
                 return None
         if frame is None:
             return None
+        if frame.length and not self._inline:  # nobody is to wait for it
+            raise self._connection.lost("a payload where none is expected")
         if frame.type == FINISH:
             self.finished_at = frame.sequence
             return None
@@ -254,8 +256,6 @@ class SocketServerEnd(ServerEnd):
         if self._inline:
             slot = self.gradient_slot(header).filled(header.num_bytes)
             _read_payload(self._connection, frame, slot)
-        elif frame.length:
-            raise self._connection.lost("a payload where none is expected")
         return header
 
     def gradient_slot(self, header: PushHeader) -> Slot:
@@ -497,7 +497,9 @@ def _receive(connection: Connection, box: Box | None, timeout_s: float) -> Frame
     try:
         frame = _receive_asleep(connection, box, timeout_s)
         if frame is not None and frame.type == GOODBYE and box.has_come():
-            expect(connection, frame, BEAT)
+            if timeout_s:
+                expect(connection, frame, BEAT)
+            frame = None
     except ConnectionClosedError:  # the next one to read is told again
         if not box.has_come():
             raise

@@ -10,6 +10,7 @@ from rig import Hand, in_threads, rig, wait_until
 from offbeat.errors import ConnectionClosedError
 from offbeat.roles import sessions as sessions_module
 from offbeat.transport import sockets
+from offbeat.transport.wire import CALL, GOODBYE, PUSH, REFUSE, pack
 
 DISCIPLINES = ["sync", "apply-reply", "reply-apply", "bounded", "lock-free"]
 
@@ -156,6 +157,15 @@ def test_who_never_reads_is_sent_away_and_delays_nobody(tmp_path: Path) -> None:
             active.exchange(1.0)
         assert lazy.sequence > 100, "a few are no harm"
         assert active.exchange(1.0).status == "applied"
+
+
+@pytest.mark.parametrize("kind", [PUSH, REFUSE, GOODBYE, CALL])
+def test_a_body_that_never_comes_is_not_waited_for(tmp_path: Path, kind: int) -> None:
+    with rig(tmp_path, "apply-reply", 2, transport="unix") as r:
+        odd, active = r.join_all(2)
+        odd.link._connection.send(pack(kind, length=100))  # type: ignore[attr-defined]
+        wait_until(lambda: 0 not in r.server.ledger.members, "it was sent away")
+        assert active.exchange(1.0).version == 1
 
 
 def test_an_update_that_fails_in_the_loop_ends_everything(tmp_path: Path) -> None:

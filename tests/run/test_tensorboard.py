@@ -250,7 +250,7 @@ def test_an_rnn_a_shared_module_and_one_without_gradient(run_dir: Path) -> None:
     for version in (3, 4, 8, 2):  # back to 2: a server was started anew
         with summaries.watching(flat.module, version):
             cross_entropy(flat.module, batch).backward()
-        summaries.computed(flat, version, 1.0)
+        summaries.computed(flat, version, lambda: 1.0)
         assert not any(part._forward_hooks for part in flat.module.modules())
     file.close()
     log.handlers[0].close()
