@@ -131,6 +131,8 @@ def test_a_worker_that_dies_while_others_wait_for_it_is_waited_for_no_longer(
         die(hands[0])
         wait_until(lambda: 0 not in r.server.ledger.members, "it is gone, though it waited")
         assert hands[1].exchange(1.0).status == "applied"
+    of_the_dead = [p["outcome"] for p in r.pushes() if p["worker"] == 0]
+    assert of_the_dead == ["applied", "dropped" if discipline == "sync" else "applied"]
 
 
 def test_a_worker_that_comes_again_takes_its_place_in_the_loop(tmp_path: Path) -> None:
