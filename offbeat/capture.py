@@ -273,6 +273,11 @@ class Captured(Generic[T]):
         self._tell(f"{self._what} is not captured: {why}")
 
 
+def torch_draws() -> dict[str, Any]:
+    """Of a step on another device, what shows that it draws on the CPU too."""
+    return {"torch's random numbers of the CPU": torch.get_rng_state().numpy().tobytes()}
+
+
 def _python_random() -> dict[str, Any]:
     of_numpy: Any = np.random.get_state()
     return {
@@ -314,6 +319,7 @@ class CapturedAugment:
         self._augment = augment
         self._device = device
         self._generator = torch.Generator(device)
+        self._gate = RECORDINGS.make_gate()
         self._captured: Captured[Batch] | None = None
         self._is_told = False
         """Whether its batches say that they are always the same memory."""
@@ -325,7 +331,8 @@ class CapturedAugment:
                 parts=lambda batch: (list(leaves(batch)), None),
                 mark_random=self._mark_random,
                 tell=tell,
-                gate=RECORDINGS.make_gate(),
+                gate=self._gate,
+                state=torch_draws if device.type != "cpu" else dict,
                 instead=self._generator,
             )
 
@@ -334,7 +341,8 @@ class CapturedAugment:
         self._generator.manual_seed(seed)
         replayed = None if self._captured is None else self._captured.replay(batch)
         if replayed is None:
-            return self._anew(batch)
+            with self._captured.in_place() if self._captured else self._gate.lock:
+                return self._anew(batch)
         if not self._is_told:
             self._is_told = True
             for leaf in leaves(replayed):

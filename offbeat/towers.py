@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.capture import RECORDINGS, Captured, Recorder
+from offbeat.capture import RECORDINGS, Captured, Recorder, torch_draws
 from offbeat.compiling import Compiled, Loss
 from offbeat.data.batches import Batch, batch_length, map_tensors
 from offbeat.errors import ConfigError, RecipeError
@@ -264,6 +264,7 @@ class Towers:
         if recorder is None:
             return None
         model, gradient = self.models[number], self._gradients[number]
+        cpu_draws = torch_draws if self.devices[number] != CPU else dict
         reading = self._reading if len(self.models) == 1 else None
 
         def compute(part: Batch) -> Result:
@@ -283,7 +284,7 @@ class Towers:
             recorder,
             parts=lambda result: ([result[0], gradient], result[1]),
             buffers=lambda: list(model.module.buffers()),
-            state=lambda: plain_attributes(model.module),
+            state=lambda: {**plain_attributes(model.module), **places(model.module), **cpu_draws()},
             mark_random=self._mark_random,
             tell=self._tell,
             gate=self._gate,
@@ -307,7 +308,9 @@ class Towers:
             total.mul_(self._weights[0])
             for weight, gradient in zip(self._weights[1:], self._gradients[1:], strict=True):
                 if weight:
-                    total.add_(gradient.to(total.device, non_blocking=True), alpha=weight)
+                    # to the CPU only what has arrived can be added
+                    arrived = gradient.to(total.device, non_blocking=total.is_cuda)
+                    total.add_(arrived, alpha=weight)
         if len(self.models) > 1 or self._taken[0] is None:
             loss = torch.stack([value.to(total.device) for value in self._losses]).sum()
             self._reading.take(loss, total)
@@ -346,6 +349,17 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if isinstance(value, int | float | str | None)
+    }
+
+
+def places(module: nn.Module) -> dict[str, int]:
+    """Where the tensors lie that the parts of a model keep beside parameters: one that is assigned
+    anew would be missed by whoever goes on in the memory of the old one."""
+    return {
+        f"where {name}.{key} lies".replace("where .", "where "): value.data_ptr()
+        for name, part in module.named_modules()
+        for key, value in [*part._buffers.items(), *vars(part).items()]
+        if isinstance(value, Tensor)
     }
 
 

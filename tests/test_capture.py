@@ -133,6 +133,8 @@ class Counting(nn.Module):
         super().__init__()
         self.inner = nn.Linear(6, 3)
         self.how, self.num_calls = how, 0
+        self.register_buffer("average", torch.zeros(()))
+        self.average: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "count":
@@ -141,6 +143,8 @@ class Counting(nn.Module):
             random.random()
         elif self.how == "numpy":
             np.random.rand()
+        elif self.how == "buffer":
+            self.average = 0.9 * self.average + x.detach().mean()
         logits: Tensor = self.inner(x) * (1 + 1e-6 * self.num_calls)
         return logits
 
@@ -151,6 +155,7 @@ class Counting(nn.Module):
         ("count", "what Python keeps: num_calls"),
         ("random", "what Python keeps: Python's random numbers"),
         ("numpy", "what Python keeps: NumPy's random numbers"),
+        ("buffer", "what Python keeps: where average lies"),
         ("not", ""),
     ],
 )
@@ -378,6 +383,23 @@ class Choosy(nn.Module):
         layer = self.one if x.mean().item() > 0 else self.other
         logits: Tensor = layer(x)
         return logits
+
+
+class Deciding(nn.Linear):
+    """Draws on the CPU whether to do something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (0.5 if float(torch.rand(())) < 0.01 else 1.0)
+
+
+@pytest.mark.gpu
+def test_a_model_that_draws_on_the_cpu_is_trained_eagerly_and_told(
+    gpu: torch.device, tmp_path: Path
+) -> None:
+    recipe = toy_recipe(model=lambda: Deciding(6, 3))
+    offbeat.train(recipe, run_dir=tmp_path / "run", engine="inproc", workers=1, steps=10)
+    told = "".join(log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
+    assert "the step is not captured" in told and "random numbers of the CPU" in told
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
 """Servers on the GPU that workers compute on: the order of things on the CPU, the rest on a GPU."""
 
 import functools
+import itertools
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from torch import nn
 
 import offbeat
 from offbeat import towers
+from offbeat.bench.processes import silent_log
+from offbeat.bench.train import _NoNetwork
 from offbeat.engines import inproc
 from offbeat.errors import ConfigError, NonFiniteLossError, RoleError
 from offbeat.reading import Reading
 from offbeat.roles import sessions
+from offbeat.roles.worker import Worker
 from offbeat.rules import Gradient
-from offbeat.run.events import read_events
+from offbeat.run.events import EventLog, read_events
 from offbeat.shard import Updater
 from offbeat.streams import NO_MARK, CpuStreams, Mark, make_mark, make_streams
 from offbeat.towers import CPU, Towers
@@ -55,10 +60,11 @@ def test_every_reply_is_marked_by_the_server_that_filled_it(
     monkeypatch.setattr(base, "make_mark", lambda device: Noted(seen))
     with rig(tmp_path, discipline, 1) as made:
         hand = made.join(0)
-        assert seen == ["set"], "the welcome's parameters"
-        for number in range(2, 5):
+        joined = ["set", "order", "set"]
+        assert seen == joined, "what the worker made, and the welcome's parameters after that"
+        for number in range(1, 4):
             hand.exchange(1.0)
-            assert seen == ["set"] * number
+            assert seen == joined + ["set"] * number
         hand.link.close()
 
 
@@ -70,7 +76,7 @@ def test_a_worker_orders_its_work_after_every_reply(
     offbeat.train(
         toy_recipe(), run_dir=tmp_path / "run", engine="inproc", workers=1, servers=1, steps=5
     )
-    assert seen == ["set", "order"] * 6
+    assert seen == ["set", "order", *(["set", "order"] * 6)]
 
 
 @pytest.mark.parametrize("transport", ["inproc", "attended"])
@@ -182,6 +188,35 @@ def test_an_update_that_fails_in_a_workers_thread_is_the_servers_failure(
         offbeat.train(toy_recipe(), run_dir=tmp_path / "run", engine="inproc", steps=10)
 
 
+@pytest.mark.usefixtures("attended")
+def test_while_somebody_is_ahead_of_a_device_a_push_is_no_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are where reports look for them, and add up."""
+    monkeypatch.setattr(Towers, "is_told", property(lambda self: True))
+    now = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    steps: list[Any] = []
+    monkeypatch.setattr(EventLog, "record_line", lambda self, write, *v: steps.append(v[-1]))
+    job = toy_job(workers=1, engine="inproc", steps=3)
+    events = EventLog(tmp_path / "events.jsonl")
+    worker = Worker(
+        job,
+        0,
+        job.make_towers(0, job.make_model()),
+        _NoNetwork(),
+        events=events,
+        log=silent_log(),
+        clock=lambda: float(next(now)),
+        stop=threading.Event(),
+    )
+    worker._exchange.join()
+    worker._train()
+    events.close()
+    for step in steps:
+        assert (step.compute_s, step.prepare_s, step.exchange_s) == (2, 1, 1)
+
+
 class Late(Reading):
     """What it was told to take is there when it was waited for, and not before."""
 
@@ -239,6 +274,33 @@ def test_the_loss_of_a_worker_that_is_ahead_is_looked_at_before_its_gradient_goe
     events = list(read_events(tmp_path / "run" / "events"))
     (failed_at,) = map(int, re.findall(r"at step (\d+)", str(e.value)))
     assert sum(event["kind"] == "push" for event in events) == failed_at - 1
+
+
+def test_a_loss_that_is_no_number_is_told_where_data_cannot_be_gone_through_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, labels = toy_data(40)
+    inputs[30] = torch.nan
+
+    class Once(torch.utils.data.IterableDataset[Any]):
+        is_used = False
+
+        def __iter__(self) -> Any:
+            assert not self.is_used
+            self.is_used = True
+            return zip(inputs, labels, strict=True)
+
+    monkeypatch.setattr(towers, "Reading", Late)
+    monkeypatch.setattr(Towers, "is_told", property(lambda self: True))
+    with pytest.raises(NonFiniteLossError, match=r"worker 0 at step 4; a lower --lr is the usual"):
+        offbeat.train(
+            toy_recipe(data=lambda config: (Once(), None), batch_size=5),
+            run_dir=tmp_path / "run",
+            engine="inproc",
+            workers=1,
+            devices="cpu,cpu",
+            epochs=1,
+        )
 
 
 def test_a_lock_free_reply_is_mixed_while_another_ones_update_is_under_way() -> None:

@@ -1,6 +1,7 @@
 """What the engines have in common whose roles are threads of this process: `inproc`, where all of
 them are, and `cluster`, which has the master and the evaluator here."""
 
+import gc
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -126,6 +127,8 @@ class ThreadEngine(Engine):
             if thread.name.startswith("ps-"):  # others may be in the midst of a user's function
                 thread.join()
         torch.set_num_threads(threads_before)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            gc.collect()  # what was recorded holds on to itself, and to a GPU's memory
         self.display.update(self.status())
         self._close()
 

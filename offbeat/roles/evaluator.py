@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from offbeat.capture import RECORDINGS
 from offbeat.data.batches import Source, to_device
 from offbeat.errors import CheckpointError, DataError, RecipeError
 from offbeat.flat import plain_name
@@ -218,9 +219,11 @@ def evaluate(
     assert recipe.metric is not None, "a job's recipe has one"
     module.eval()
     total = count = 0.0
+    gate = RECORDINGS.make_gate()
     with torch.no_grad():
         for batch in test.in_order(BATCH_SIZE):
-            found = recipe.metric(module, to_device(batch, device))
+            with gate.lock:  # it may draw
+                found = recipe.metric(module, to_device(batch, device))
             if not isinstance(found, tuple) or len(found) != 2:
                 raise RecipeError("the recipe's metric must return a sum and a count")
             total += float(found[0])

@@ -161,7 +161,7 @@ class Exchange:
             self._clock,
         )
         link = encoding(made, self._codecs[shard])
-        if self._towers.gradient is not None:
+        if self._towers.gradient is not None and self._job.lends_gradients:
             link.lend(self._towers.gradient[lo:hi])
         if len(self._job.slices) == 1:  # the only server's replies need no further copy
             self._towers.adopt(link.reply_slot.values)

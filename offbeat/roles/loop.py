@@ -56,7 +56,7 @@ class _Member:
 
     session: Session
     descriptor: int
-    error: Exception | None = None
+    error: BaseException | None = None
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -95,6 +95,8 @@ class Loop:
         with self._door:
             if self._ledger.is_closing:
                 return
+            if self._thread is not None and self._bell < 0:
+                raise ConnectionClosedError("the thread that serves all workers has failed")
             self._arrivals.append(member)
             if self._thread is None:
                 self._start()
@@ -127,14 +129,14 @@ class Loop:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             while not self._ledger.is_closing:
                 self._take_turn()
             self._send_replies()
             for member in list(self._waiting.values()):
                 self._answer(member)
-        except Exception as failure:  # of the loop itself: whoever waits for it is told
+        except BaseException as failure:  # of the loop itself: whoever waits for it is told
             error = failure
         with self._door:
             os.close(self._ears)
@@ -225,8 +227,11 @@ class Loop:
         for member in list(self._waiting.values())[:1]:
             self._heed(member, self._tick)
         for member in list(self._members.values()):
-            if member.session not in self._waiting:
-                self._heed(member, self._look_at)
+            if member.session.end.descriptor is None:  # closed by another thread, unheard
+                self._release(member, ConnectionClosedError("the connection was closed"))
+            elif member.session not in self._waiting:
+                has_push = member.session.end.has_push()  # of which nobody told, or not in time
+                self._heed(member, self._listen if has_push else self._look_at)
 
     # -- one session ---------------------------------------------------------------------------
 
@@ -234,7 +239,7 @@ class Loop:
         """What fails ends the session on whose behalf it was done; its own thread tells of it."""
         try:
             deal_with(member)
-        except Exception as error:
+        except BaseException as error:  # also a user's sys.exit(), or everybody would wait for ever
             self._release(member, error)
         self._send_replies()
 
@@ -245,7 +250,10 @@ class Loop:
         self._host.look_at(member.session)
 
     def _vanish(self, member: _Member) -> None:
-        """A worker is gone that waited for its reply."""
+        """A worker is gone that waited for its reply; unless it was the one before it, whose
+        connection had the same number."""
+        if member.session.end.is_open():
+            return
         self._host.act(lambda: self._ledger.vanish(member.session.worker))
         self._answer(member)
 
@@ -279,7 +287,7 @@ class Loop:
         self._host.close_push(member.session)
         self._poll.modify(member.descriptor, select.POLLIN)
 
-    def _release(self, member: _Member, error: Exception | None) -> None:
+    def _release(self, member: _Member, error: BaseException | None) -> None:
         """The session is over here; what is left to do, its own thread does."""
         if member.over.is_set():
             return

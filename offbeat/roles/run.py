@@ -53,9 +53,11 @@ def make_role(context: Context, role: str, index: int) -> Role:
 
 def ranks_here(context: Context, role: str, index: int) -> list[int]:
     """The workers whose memory this process knows of: those of all threads, or a role's own."""
-    if context.job.config.engine == "inproc":
-        return list(range(context.job.config.workers))
-    return {"worker": [index], "master": [0]}.get(role, [])
+    job = context.job
+    if job.facts.engine == "inproc":
+        return list(range(job.config.workers))
+    first = {"worker": index, "master": 0}.get(role)
+    return [] if first is None else list(job.crew(first))
 
 
 def run_role(context: Context, role: str, index: int) -> None:

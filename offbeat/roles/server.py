@@ -119,7 +119,7 @@ class Server:
             self._acceptor.close()
         self.sessions.close(self.reason, over=over)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._log.error("failed", exc_info=error)
         self.failure = self.failure or error
         self.reason = f"server {self.index} failed: {in_a_line(error)}"
@@ -143,7 +143,7 @@ class Server:
             end.close(self.reason, over=self.is_stopping and self._ends_run)
         except ConnectionClosedError as error:
             end.close(str(error), over=error.over)
-        except Exception as error:
+        except BaseException as error:  # a user's sys.exit() in a rule is no way to end either
             self._fail(error)
             end.close(self.reason, over=True)
 

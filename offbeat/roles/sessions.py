@@ -135,9 +135,8 @@ class Sessions:
             with self._lock:
                 slot = end.reply_slot
                 self._turn.order()
+                slot.mark.order()
                 version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
-                slot.mark.set()
-                self._turn.set()
                 in_loop = end.descriptor is not None and not self._is_large
                 session = self._sessions[worker] = Session(
                     end,
@@ -148,6 +147,8 @@ class Sessions:
                     outbox=self.loop.outbox if in_loop else None,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
                 )
+                slot.mark.set()
+                self._turn.set()
                 settled, actions = self.ledger.join(worker, incarnation, self._clock())
                 self._carry_out(actions)
         self.loop.wake()
@@ -215,10 +216,18 @@ class Sessions:
             self.act(lambda: later)
         if not session.awaits_reply:
             self.close_push(session)
+        self._ring()
+
+    def _ring(self) -> None:
+        """This thread may have made replies for workers that the loop serves."""
+        if self.loop.outbox:
+            self.loop.wake()
 
     def push(self, session: Session, header: PushHeader) -> Sequence[Action]:
         """Decide, apply and make replies in the discipline's order, up to where replies have to
         leave; returns what comes after that."""
+        if session.is_finished:
+            raise ConnectionClosedError("a gradient of a worker that had said it was through")
         if self._is_large:
             session.begin(header, self._clock())
         with self._lock:
@@ -276,7 +285,9 @@ class Sessions:
                 standing_still.enter_context(self._membership)
                 for session in self._sessions.values():
                     standing_still.enter_context(session.applying)
-            self._streams.wait_for_all()
+            self._turn.wait()  # for no more than that: somebody may be recording a step
+            for updater in self.shard.updaters:
+                updater.mark.wait()
             return self.shard.state(self.ledger.copy_accounts())
 
     def _make_reply(self, session: Session) -> None:
@@ -307,6 +318,7 @@ class Sessions:
         session.send_reply(self._clock)
         if is_over or not session.awaits_reply:
             self.close_push(session)
+        self._ring()
 
     def close_push(self, session: Session) -> None:
         """It has its reply, or will have none: write it down."""

@@ -17,7 +17,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,9 +56,10 @@ class _Step:
     start_s: float
     loss: float = math.nan
     outcome: str = ""
-    computed_s: float = 0.0
-    prepared_s: float = 0.0
-    done_s: float = 0.0
+    compute_s: float = 0.0
+    prepare_s: float = 0.0
+    """For the next batch."""
+    exchange_s: float = 0.0
 
 
 class Worker:
@@ -158,21 +159,21 @@ class Worker:
                 present = self._take_gradient()
                 step = _Step(self.step, epoch, batch_length(batch), start_s)
                 self._write_down()
-                if is_told:
-                    upcoming = next(batches, None)  # prepared while a device computes
+                if is_told:  # prepared while a device computes
+                    upcoming = self._prepare(batches, step)
                     self._forward_seed(self.step + 1)
                 step.loss, is_usable = self.towers.wait()
                 self._check_loss(step.loss, batch)
-                self._faults.computed(step.start_s, prepare_s)
-                step.computed_s = self._clock()
+                self._faults.computed(start_s, prepare_s)
+                computed_s = self._clock()
+                step.compute_s = computed_s - start_s - step.prepare_s
                 self._exchange.push(self.step, present, void=not is_usable)
-                if not is_told:
-                    upcoming = next(batches, None)  # prepared while the exchange is under way
-                step.prepared_s = self._clock()
-                prepare_s = step.prepared_s - step.computed_s
+                if not is_told:  # prepared while the exchange is under way
+                    upcoming = self._prepare(batches, step)
+                    prepare_s, computed_s = step.prepare_s, computed_s + step.prepare_s
                 step.outcome = self._exchange.await_all()
                 self._take_in()
-                step.done_s = self._clock()
+                step.exchange_s = self._clock() - computed_s
                 self._unwritten = step
                 if not is_told:
                     self._write_down()
@@ -180,6 +181,15 @@ class Worker:
         finally:
             self._write_down()
         return True
+
+    def _prepare(
+        self, batches: Iterator[tuple[int, Batch]], step: _Step
+    ) -> tuple[int, Batch] | None:
+        """The next batch, if there is one; `step` is told how long that took."""
+        before_s = self._clock()
+        upcoming = next(batches, None)
+        step.prepare_s = self._clock() - before_s
+        return upcoming
 
     def _write_down(self) -> None:
         """What became of the last step, unless that is done already."""
@@ -213,23 +223,27 @@ class Worker:
     def _check_loss(self, loss: float, batch: Batch) -> None:
         if not math.isfinite(loss):
             if self.towers.is_told:  # the next one may have been put into its place
-                batch = self._make_again()
+                batch = self._made_again()
             raise NonFiniteLossError(
                 f"the loss became {loss} in worker {self.rank} at step {self.step}; "
                 f"{self._likely_reason(batch)}. The state before it is kept in the run's last "
                 f"checkpoint."
             )
 
-    def _make_again(self) -> Batch:
-        """The batch of this step."""
+    def _made_again(self) -> Batch | None:
+        """The batch of this step, where data can be gone through twice."""
+        if self.job.facts.num_examples is None:
+            return None
         device = self.towers.first_device
         return next(self.job.batches(self.rank, self.step - 1, device))[1]
 
-    def _likely_reason(self, batch: Batch) -> str:
+    def _likely_reason(self, batch: Batch | None) -> str:
         """Why a loss is not finite, and the remedy. Parameters come first: where they have run
         away, a batch may well hold infinities that do no harm, as masks do."""
         if not bool(self.towers.model.params.isfinite().all()):
             return "the parameters are not finite any more: a lower --lr is the usual remedy"
+        if batch is None:
+            return "a lower --lr is the usual remedy, or data without NaN and infinities"
         bad, count = not_finite(batch)
         if bad:
             return (
@@ -244,9 +258,9 @@ class Worker:
     def _take_gradient(self) -> list[bool]:
         """Into the slots, with the buffers; which tensors have one."""
         slots = self._exchange.gradient_slots
-        present = self.towers.take_gradient([slot.values for slot in slots])
+        # before the gradient, for which `wait` waits
         self.towers.write_buffers(slots[0].floats, slots[0].ints)
-        return present
+        return self.towers.take_gradient([slot.values for slot in slots])
 
     def _take_in(self) -> None:
         """Let the model show what the servers sent."""
@@ -283,7 +297,6 @@ def _step_line(worker: int, step: _Step) -> str:
     return (
         f'{{"kind": "step", "worker": {worker}, "step": {step.number}, "epoch": {step.epoch}, '
         f'"loss": {step.loss!r}, "examples": {step.num_examples}, "outcome": "{step.outcome}", '
-        f'"start_s": {step.start_s:.6f}, "compute_s": {step.computed_s - step.start_s:.6f}, '
-        f'"prepare_s": {step.prepared_s - step.computed_s:.6f}, '
-        f'"exchange_s": {step.done_s - step.prepared_s:.6f}}}'
+        f'"start_s": {step.start_s:.6f}, "compute_s": {step.compute_s:.6f}, '
+        f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}}}'
     )

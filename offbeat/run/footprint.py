@@ -53,10 +53,14 @@ def explained(
     found = re.search(r"GPU (\d+)", str(error))
     device = torch.device("cuda", int(found[1]) if found else 0)
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    try:
+        usage = look(device)
+    except RuntimeError:  # nothing can be learnt from this device any more
+        return error
     line = describe(
         str(device),
         asked[1] if asked else None,
-        look(device),
+        usage,
         parts_of(job, device, ranks, model),
         remedies(job, device),
     )
@@ -95,7 +99,7 @@ def parts_of(
             "the servers' parameters": vector,
             "their optimizer state": _state_bytes(job),
             "their moving average": vector if job.recipe.ema is not None else 0,
-            "their slots": vector * NUM_SLOTS * sessions,
+            "their slots": 0 if job.lends_gradients else vector * NUM_SLOTS * sessions,
             "updates in the making": vector * updaters,
         }
     replicas = [place for rank in ranks for place in job.devices(rank)].count(device)

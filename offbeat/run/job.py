@@ -29,7 +29,7 @@ from offbeat.data.batches import (
     prepared_ahead,
     to_device,
 )
-from offbeat.disciplines import Discipline
+from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.errors import (
     CheckpointError,
     ConfigError,
@@ -193,6 +193,12 @@ class Job:
         if self.facts.engine != "inproc" or self.codec is not None:
             return None
         return shared_gpu([self.devices(rank) for rank in range(self.config.workers)])
+
+    @property
+    def lends_gradients(self) -> bool:
+        """Whether workers let a server have their gradients where they lie, on the device that they
+        share. A discipline of the user's may want one when its worker is at the next."""
+        return self.server_device != CPU and self.config.chosen.kind in BUILT_IN.values()
 
     def layout(self, shard: int) -> Layout:
         """What travels between a worker and this shard's server; buffers go to shard 0."""

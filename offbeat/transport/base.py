@@ -130,7 +130,7 @@ class Slot:
     floats: Tensor
     ints: Tensor
     mark: Mark = NO_MARK
-    """Set by the server when it has told the device to fill a reply."""
+    """Set by whoever made it, and by the server when it has told the device to fill a reply."""
 
     @classmethod
     def allocate(cls, layout: Layout) -> "Slot":

@@ -20,6 +20,7 @@ by sockets.py, for both directions of a connection:
 import platform
 import threading
 
+from offbeat.errors import ConnectionClosedError
 from offbeat.memory import ALIGNMENT, aligned
 
 IN_ORDER = platform.machine() in ("x86_64", "AMD64")
@@ -35,6 +36,7 @@ class Box:
         self._count = memory[_COUNT : _COUNT + 8].cast("Q")
         self._sleeps = memory[_SLEEPS : _SLEEPS + 1]
         self._message = memory[_MESSAGE : _MESSAGE + message_bytes]
+        self._num_put = 0
         self._num_taken = 0
         self._fence = threading.Lock()
         """To take a lock has a processor finish its writing before it reads on."""
@@ -49,7 +51,8 @@ class Box:
     def put(self, message: bytes) -> bool:
         """Returns whether the reader has to be woken."""
         self._message[:] = message
-        self._count[0] += 1
+        self._num_put += 1
+        self._count[0] = self._num_put  # what the other process may have written is not asked for
         with self._fence:
             return self._sleeps[0] != 0
 
@@ -57,9 +60,13 @@ class Box:
         return self._count[0] != self._num_taken
 
     def take(self) -> bytes | None:
-        if self._count[0] == self._num_taken:
+        """What has come; a ConnectionClosedError where that cannot be."""
+        count = self._count[0]
+        if count == self._num_taken:
             return None
-        self._num_taken += 1
+        if count != self._num_taken + 1:
+            raise ConnectionClosedError("the other end's headers are out of order")
+        self._num_taken = count
         return self._message.tobytes()
 
     def sleeps(self, sleeps: bool) -> None:

@@ -52,6 +52,7 @@ class _Channel:
             if params is not None:
                 reply = replace(reply, values=params)
             self.reply = reply
+            reply.mark.set()  # what the worker's thread has told the device to be there
 
 
 class InprocWorkerEnd(WorkerEnd):

@@ -2,11 +2,13 @@
 
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rig import Hand, in_threads, rig, wait_until
 
+from offbeat.disciplines import Action, Push
 from offbeat.errors import ConnectionClosedError
 from offbeat.roles import sessions as sessions_module
 from offbeat.transport import sockets
@@ -181,3 +183,57 @@ def test_an_update_that_fails_in_the_loop_ends_everything(tmp_path: Path) -> Non
                 hand.reply()
             assert ended.value.over
         assert r.server.failure is not None
+
+
+def test_a_worker_that_is_there_is_not_taken_for_gone(tmp_path: Path) -> None:
+    """A poll may tell of the one before, whose connection had the same number."""
+    with rig(tmp_path, "sync", 2, transport="unix") as r:
+        one, other = r.join_all(2)
+        one.push(1.0)
+        wait_until(lambda: r.has_come(one), "the push has come")
+        loop = r.server.sessions.loop
+        (member,) = loop._waiting.values()
+        loop._vanish(member)
+        other.push(3.0)
+        assert [one.reply().version, other.reply().version] == [1, 1]
+        assert one.params.tolist() == [-2] * 4
+
+
+def test_a_push_of_which_nobody_told_is_found_all_the_same(tmp_path: Path) -> None:
+    with rig(tmp_path, "apply-reply", 1, transport="unix") as r:
+        hand = r.join(0)
+        hand.exchange(1.0)
+        box = hand.link._slots.pushes  # type: ignore[attr-defined]
+        if box is None:
+            pytest.skip("no boxes on this processor")
+        hand.link.beat = lambda: None  # type: ignore[method-assign]
+        box.reader_sleeps = lambda: False
+        assert hand.exchange(1.0).version == 2
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_users_exit_in_a_discipline_leaves_nobody_waiting(tmp_path: Path, transport: str) -> None:
+    with rig(tmp_path, "apply-reply", 2, transport=transport) as r:
+        one, other = r.join_all(2)
+
+        def leave(push: Push) -> Sequence[Action]:
+            raise SystemExit("of the user's")
+
+        r.server.ledger.discipline.on_push = leave  # type: ignore[method-assign]
+        one.push(1.0)
+        for hand in (one, other):
+            with pytest.raises(ConnectionClosedError, match="server 0 failed: SystemExit: of the"):
+                hand.reply()
+        assert isinstance(r.server.failure, SystemExit)
+
+
+def test_a_gradient_of_a_worker_that_was_through_is_its_own_fault(tmp_path: Path) -> None:
+    with rig(tmp_path, "bounded", 2, transport="unix") as r:
+        one, other = r.join_all(2)
+        one.exchange(1.0)
+        one.link.finish(1)
+        wait_until(lambda: 0 in r.server.ledger.finished, "it is known to be through")
+        one.push(1.0)
+        with pytest.raises(ConnectionClosedError, match="had said it was through"):
+            one.reply()
+        assert other.exchange(1.0).version == 2 and r.server.failure is None

@@ -2,6 +2,9 @@
 
 import threading
 
+import pytest
+
+from offbeat.errors import ConnectionClosedError
 from offbeat.transport.boxes import Box
 
 
@@ -27,6 +30,17 @@ def test_the_writer_is_told_whether_the_reader_sleeps() -> None:
     assert writer.put(b"that")
     reader.sleeps(False)
     assert not writer.put(b"last")
+
+
+@pytest.mark.parametrize("count", [2, 7, 2**64 - 1])
+def test_a_count_that_cannot_be_is_the_end_of_a_connection_and_of_nothing_else(count: int) -> None:
+    memory = memoryview(bytearray(Box.num_bytes(4)))
+    writer, reader = Box(memory, 4), Box(memory, 4)
+    memory[:8].cast("Q")[0] = count
+    with pytest.raises(ConnectionClosedError, match="out of order"):
+        reader.take()
+    writer.put(b"this")
+    assert reader.take() == b"this"
 
 
 def test_nobody_sleeps_through_a_message() -> None:
