@@ -225,15 +225,3 @@ def test_a_users_exit_in_a_discipline_leaves_nobody_waiting(tmp_path: Path, tran
             with pytest.raises(ConnectionClosedError, match="server 0 failed: SystemExit: of the"):
                 hand.reply()
         assert isinstance(r.server.failure, SystemExit)
-
-
-def test_a_gradient_of_a_worker_that_was_through_is_its_own_fault(tmp_path: Path) -> None:
-    with rig(tmp_path, "bounded", 2, transport="unix") as r:
-        one, other = r.join_all(2)
-        one.exchange(1.0)
-        one.link.finish(1)
-        wait_until(lambda: 0 in r.server.ledger.finished, "it is known to be through")
-        one.push(1.0)
-        with pytest.raises(ConnectionClosedError, match="had said it was through"):
-            one.reply()
-        assert other.exchange(1.0).version == 2 and r.server.failure is None
