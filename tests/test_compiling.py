@@ -175,6 +175,7 @@ def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- for real --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # in parts of torch's own
 def test_twenty_compiled_steps_are_the_plain_ones(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(start: Start) -> None:
 def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     start: Start, discipline: str
 ) -> None:
-    run = start("--steps", "2500", "--workers", "3", "--discipline", discipline)
+    run = start("--steps", "8000", "--workers", "3", "--discipline", discipline)
     run.wait_for_steps(100, 0, 1, 2)
     before = run.num_steps(0)
     run.kill("worker --index 1")
@@ -219,7 +219,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     assert "worker 1 was killed by SIGKILL: starting it again (1 of 3)" in run.text()
     assert "process" in run.text(), "its last words are shown"
     assert {push["incarnation"] for push in run.events("push") if push["worker"] == 1} == {0, 1}
-    assert_every_gradient_counted_once(run, 3, 2500)
+    assert_every_gradient_counted_once(run, 3, 8000)
     assert run.summary()["restarts"] == 1
     assert run.summary()["lost_updates"] == 0
 
@@ -304,7 +304,7 @@ def test_a_keyboard_interrupt_of_the_recipes_own_is_an_error_like_any_other(star
 
 def test_a_run_that_is_stopped_before_its_first_step_says_what_is_true(start: Start) -> None:
     """The master is held up, so that there is no checkpoint, and nothing to go on from."""
-    run = start("--steps", "100000")
+    run = start("--steps", "100000", recipe="large")
     run.wait_until(lambda: len(run.pids("master")) == 1, "the master was there")
     run.kill("master", signal.SIGSTOP)
     assert not list_checkpoints(run.run_dir / "checkpoints"), "it was stopped in time"
@@ -334,7 +334,7 @@ def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_again(start: S
 
 
 def test_a_start_says_what_it_waits_for(start: Start) -> None:
-    run = start("--steps", "100000")
+    run = start("--steps", "100000", recipe="large")
     run.wait_until(lambda: len(run.pids("ps")) == 1, "the server was there")
     run.kill("ps", signal.SIGSTOP)
     run.wait_until(lambda: "waiting for server 0" in run.text(), "it was said")

@@ -18,6 +18,7 @@ SUPPORT = Path(__file__).parent
 
 RECIPE_FILE = f"""
 import sys
+import time
 sys.path.insert(0, {str(SUPPORT)!r})
 import torch
 from torch import nn
@@ -43,6 +44,10 @@ fails = toy_recipe(loss=failing, epochs=20)
 def interrupting(model, batch):
     raise KeyboardInterrupt("in a loss")
 interrupts = toy_recipe(loss=interrupting, epochs=20)
+def large_model():
+    time.sleep(0.5)  # as one that takes long to make, so that roles can be met before they begin
+    return toy_model()
+large = toy_recipe(model=large_model, epochs=20)
 wide = toy_recipe(
     model=lambda: nn.Sequential(nn.Linear(6, 8000), nn.Tanh(), nn.Linear(8000, 3)),
     optimizer=SGD(lr=0.001),
