@@ -85,8 +85,8 @@ class Worker:
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
         from torch's own generator can be made to depend on nothing but seed, rank and step; what a
-        captured step draws always does. `say`
-        shows the user the lines that --log-every asks for."""
+        captured step draws always does. `say` shows the user the lines that --log-every asks
+        for."""
         self.job = job
         self.rank = rank
         self.towers = towers
