@@ -1,5 +1,5 @@
-"""CIFAR-10 with the net of TensorFlow's tutorial, which the seeds call AlexNet: `recipe` trains it
-as they do, `fast` as one would today, in a tenth of the gradients."""
+"""CIFAR-10 with the net of TensorFlow's tutorial, which the seeds call AlexNet: `recipe` trains and
+scores it as they do, `fast` as one would who has a GPU and half a minute."""
 
 from typing import Any
 
@@ -72,6 +72,23 @@ def crop(batch: Any, generator: torch.Generator) -> Any:
     return standardise(crop_and_flip(images, SIZE, generator).float()), labels
 
 
+def load_whole(config: TrainConfig) -> tuple[Pair, Pair]:
+    """Test images as they are, for `accuracy` to cut crops from."""
+    return load_dataset("cifar10", config.data_dir)
+
+
+def accuracy(model: Any, batch: Any) -> tuple[float, int]:
+    """By the mean of what the model says of ten crops of an image, as in the paper that AlexNet has
+    its name from: the four corners, the centre, and all of them mirrored."""
+    images, labels = batch
+    far, middle = images.shape[-1] - SIZE, (images.shape[-1] - SIZE) // 2
+    said = torch.zeros((), device=images.device)
+    for top, left in ((0, 0), (0, far), (far, 0), (far, far), (middle, middle)):
+        x = standardise(images[:, :, top : top + SIZE, left : left + SIZE].float())
+        said = said + model(x).softmax(1) + model(x.flip(3)).softmax(1)
+    return float((said.argmax(1) == labels).sum()), len(labels)
+
+
 def loss(model: Any, batch: Any) -> Tensor:
     """Mean cross entropy, and the weights of the two wide linear layers."""
     images, labels = batch
@@ -95,13 +112,14 @@ recipe = Recipe(
 
 fast = Recipe(
     model=AlexNet,
-    data=load_data,
+    data=load_whole,
     loss=loss,
-    optimizer=SGD(lr=0.06, momentum=0.9, nesterov=True),
+    metric=accuracy,
+    optimizer=SGD(lr=0.1),  # without momentum, which staleness does not bear
     schedule=cosine(warmup=0.1),
     augment=crop,
     ema=0.999,
-    batch_size=512,
-    epochs=100,  # 9,800 gradients
+    batch_size=BATCH_SIZE,
+    epochs=75,  # 29,000 gradients
     amp=BF16,
 )

