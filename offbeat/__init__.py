@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
+    from offbeat.loops.distribute import distribute, is_master, log, rank, world_size
     from offbeat.optim import (
         SGD,
         Adagrad,
@@ -45,13 +46,18 @@ _HOME = {
     "compare": "comparison.runs",
     "constant": "optim",
     "cosine": "optim",
+    "distribute": "loops.distribute",
     "evaluate": "api",
     "export": "api",
+    "is_master": "loops.distribute",
     "load": "api",
     "load_dataset": "data.datasets",
+    "log": "loops.distribute",
+    "rank": "loops.distribute",
     "resume": "api",
     "step_decay": "optim",
     "train": "api",
+    "world_size": "loops.distribute",
 }
 
 __all__ = [
@@ -73,13 +79,18 @@ __all__ = [
     "compare",
     "constant",
     "cosine",
+    "distribute",
     "evaluate",
     "export",
+    "is_master",
     "load",
     "load_dataset",
+    "log",
+    "rank",
     "resume",
     "step_decay",
     "train",
+    "world_size",
 ]
 
 

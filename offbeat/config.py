@@ -38,6 +38,12 @@ FAULT_OPTIONS = ("slow_worker", "kill_worker")
 """Options that make a worker worse than it is."""
 PLUGINS = ("reduce",)
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
+LAUNCH_OPTIONS = (
+    *("discipline", "servers", "workers", "fused", "reduce", "backup_workers", "round_timeout"),
+    *("staleness", "threads", "worker_timeout", "max_restarts", "slow_worker", "kill_worker"),
+    *("run_dir", "checkpoint_every", "keep", "quiet"),
+)
+"""Those that have a meaning where the training loop is the user's own."""
 MAX_THREADS = 1024
 
 

@@ -140,8 +140,9 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
-def describe(module: nn.Module) -> Manifest:
-    """The manifest of `module`, or a ModelError that says why it cannot be trained."""
+def describe(module: nn.Module, *, anywhere: bool = False) -> Manifest:
+    """The manifest of `module`, or a ModelError that says why it cannot be trained. `anywhere`: it
+    may be on a GPU already."""
     persistent = {plain_name(name) for name in module.state_dict(keep_vars=True)}
     trained: list[tuple[str, Tensor]] = []
     floats: list[tuple[str, Tensor]] = []
@@ -153,7 +154,7 @@ def describe(module: nn.Module) -> Manifest:
             raise ModelError(
                 f"parameter {name} has no shape yet: run a batch through the model first"
             )
-        if parameter.device.type != "cpu":
+        if parameter.device.type == "meta" or not (anywhere or parameter.device.type == "cpu"):
             raise ModelError(
                 f"parameter {name} is on {parameter.device}; model() must return it on the CPU"
             )
@@ -201,6 +202,8 @@ class FlatModel:
         self._known_pieces: dict[tuple[int, ...], list[list[tuple[Tensor, int, int]]]] = {}
         self.is_a_view = all(spec.dtype == "float32" for spec in self.manifest.tensors)
         """Whether parameters show what `params` holds without being converted."""
+        self.keeps_gradients = False
+        """Whether those that were taken stay in the parameters too."""
         with torch.no_grad():
             for view, parameter in zip(self._views, self.parameters, strict=True):
                 view.copy_(parameter)
@@ -267,7 +270,8 @@ class FlatModel:
                 for target, _, _ in pieces:
                     target.zero_()
                 continue
-            parameter.grad = None
+            if not self.keeps_gradients:
+                parameter.grad = None
             flat = _flattened(gradient, spec)
             for target, start, end in pieces:
                 targets.append(target)

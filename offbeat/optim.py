@@ -52,6 +52,9 @@ class Optimizer:
     kind: str
     options: Mapping[str, Any]
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    members: Mapping[str, int] = field(default_factory=dict)
+    """In which group each parameter is, where that goes by names and not by patterns: those that it
+    does not name are in none."""
 
     def __post_init__(self) -> None:
         if self.kind in REFUSED:
@@ -124,10 +127,17 @@ class Optimizer:
 
     def group_of(self, name: str) -> int:
         """0 for the parameters that no pattern matches, then the patterns in their order."""
+        if self.members:
+            return self.members.get(name, 0)
         for index, pattern in enumerate(self.groups, start=1):
             if fnmatch.fnmatchcase(name, pattern):
                 return index
         return 0
+
+    @property
+    def tables(self) -> list[Mapping[str, Any]]:
+        """The options of each group, as `group_of` counts them."""
+        return [{**self.options, **group} for group in ({}, *self.groups.values())]
 
     @property
     def is_plain_sgd(self) -> bool:
@@ -245,6 +255,32 @@ def schedule_name(schedule: Schedule) -> str:
     if isinstance(schedule, _Made):
         return repr(schedule)
     return str(getattr(schedule, "__name__", type(schedule).__name__))
+
+
+def numbers_of(options: Mapping[str, Any]) -> list[float]:
+    """Those that may change from step to step, in the order of their names."""
+    found: list[float] = []
+    for name in sorted(options):
+        value = options[name]
+        parts = value if isinstance(value, list | tuple) else [value]
+        found += [float(part) for part in parts if is_number(part)]
+    return found
+
+
+def with_numbers(options: Mapping[str, Any], numbers: Iterable[float]) -> dict[str, Any]:
+    """The same options with other numbers, as `numbers_of` gave them."""
+    given = iter(numbers)
+
+    def renewed(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(renewed(part) for part in value)
+        return type(value)(next(given)) if is_number(value) else value
+
+    return {name: renewed(options[name]) for name in sorted(options)}
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_call(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> str:

@@ -37,6 +37,8 @@ class Gradient:
     """The version of the parameters that it was computed on."""
     base: Tensor | None = None
     """Those parameters, for a rule that `needs_base`."""
+    rates: Tensor | None = None
+    """The numbers of the optimizer's options that its worker wants; None: the servers' own."""
 
 
 class Rule(Plugin, ABC):

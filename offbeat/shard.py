@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offbeat.accounts import Accounts
 from offbeat.flat import Manifest
-from offbeat.optim import SCALARS, Optimizer, Schedule, constant
+from offbeat.optim import SCALARS, Optimizer, Schedule, constant, with_numbers
 from offbeat.rules import Gradient, Mean, Rule
 from offbeat.streams import make_mark
 
@@ -249,7 +249,7 @@ class Updater:
         self.num_begun += 1
         staleness = [version - 1 - gradient.base_version for gradient in gradients]
         values = shard.rule(gradients, staleness, shard.params, self._out)
-        self._step(values, _joint_mask(gradients), version)
+        self._step(values, _joint_mask(gradients), version, gradients[0].rates)
         if shard.ema is not None and shard.ema_decay is not None:
             decay = min(shard.ema_decay, (1 + version) / (10 + version))
             shard.ema.lerp_(shard.params, 1 - decay)
@@ -286,9 +286,18 @@ class Updater:
                     flat[alias.lo : alias.hi] = value
         return state
 
-    def _step(self, values: Tensor, mask: Sequence[bool] | None, version: int) -> None:
+    def _step(
+        self,
+        values: Tensor,
+        mask: Sequence[bool] | None,
+        version: int,
+        rates: Tensor | None = None,
+    ) -> None:
         if mask is not None and not self.split:
             self._split()
+        if rates is not None:
+            self._step_at(values, mask, rates.tolist())
+            return
         scale = self.shard.schedule(version - 1, self.shard.total_updates)
         if self.stateless and mask is None and len(self.aliases) == 1:  # the most common case
             self.shard.params.add_(values, alpha=-self._base_lrs[0] * scale)
@@ -302,6 +311,19 @@ class Updater:
             return
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * scale
+        self._step_with(values, present)
+
+    def _step_at(self, values: Tensor, mask: Sequence[bool] | None, rates: list[float]) -> None:
+        """With the options that a worker's own optimizer has at this step."""
+        numbers = iter(rates)
+        tables = [with_numbers(options, numbers) for options in self.shard.optimizer.tables]
+        for group, index in zip(self.optimizer.param_groups, self._group_indices, strict=True):
+            group.update(tables[index])
+        self._step_with(
+            values, [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
+        )
+
+    def _step_with(self, values: Tensor, present: "Sequence[_Alias]") -> None:
         for alias in self.aliases:
             alias.param.grad = None
         for alias in present:

@@ -238,6 +238,12 @@ class Towers:
                     value = self._compute_one(model, loss, part, plainly=eagerly)
             self._losses.append(value if weight == 1.0 else value * weight)
 
+    def computed(self) -> None:
+        """The gradient of one tower is in its parameters, by whomever; nobody asks for its loss."""
+        self._weights = [1.0]
+        self._taken = [None]
+        self._losses = [torch.zeros((), device=self.first_device)]
+
     def loss(self) -> float:
         """The mean over all parts. This waits for it."""
         return float(sum(value.item() for value in self._losses))

@@ -122,6 +122,43 @@ def _train(known: argparse.Namespace) -> int:
     return 0
 
 
+def _launch(known: argparse.Namespace) -> int:
+    from_file, given = _read_config(known)
+    given = {**from_file, **given}
+    if (known.script is None) == (known.resume is None):
+        raise ConfigError(
+            "launch takes a script, as offbeat launch --workers 4 train.py, or --resume RUN"
+        )
+    config = make_config(given)
+    with signals_as_ctrl_c(), fork_server("local") as forks:
+        from offbeat.loops.launch import launch, relaunch
+        from offbeat.run.checkpoint import list_checkpoints
+        from offbeat.run.rundir import RunFolder
+
+        show = _say_nothing if config.quiet else _say_aside
+        if known.resume is not None:
+            result = relaunch(Path(known.resume), given, say=show, forks=forks)
+        else:
+            result = launch(known.script, known.arguments, given, say=show, forks=forks)
+    show(_launch_line(result.summary, result.run_dir))
+    if result.interrupted:
+        how = f"; go on with: offbeat launch --resume {result.run_dir}"
+        if not list_checkpoints(RunFolder(result.run_dir).checkpoints):
+            how = " before the first checkpoint: there is nothing to go on from"
+        print(f"offbeat: interrupted{how}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def _say_aside(line: str) -> None:
+    """Where the output is a script's own."""
+    print(line, file=sys.stderr)
+
+
 def _compare(known: argparse.Namespace) -> int:
     from_file, given = _read_config(known)
     given = {**from_file, **{k: v for k, v in given.items() if k not in grid.AXES}}
@@ -287,15 +324,17 @@ def _role_of_engine(known: argparse.Namespace) -> int:
         )
     control = Control.from_environment()
     control.start()
+    is_shown = False
     try:
         from offbeat.roles.process import run_process
         from offbeat.run.rundir import RunFolder
 
-        config, _ = RunFolder(Path(known.run_dir)).read_config()
+        config, described = RunFolder(Path(known.run_dir)).read_config()
+        is_shown = "script" in described and known.role == "master"  # the engine says it
         run_process(config, known.role, getattr(known, "index", 0), control)
     except BaseException as error:  # also a KeyboardInterrupt, which here is the recipe's own
         control.fail(error)
-        if isinstance(error, OffbeatError):
+        if isinstance(error, OffbeatError) and not is_shown:
             raise
         return 1
     finally:
@@ -368,6 +407,7 @@ def _bench(known: argparse.Namespace) -> int:
 _COMMANDS = {
     "train": _train,
     "compare": _compare,
+    "launch": _launch,
     "report": _report,
     "eval": _eval,
     "export": _export,
@@ -383,6 +423,16 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     """The last lines on the console, as the distributed MNIST seed ends."""
     metric = math.nan if summary["metric_is_nan"] else summary["test_metric"]
     return _lines(summary["metric"], metric, summary["total_time_s"], summary["final_cost"])
+
+
+def _launch_line(summary: Mapping[str, Any], run_dir: Path) -> str:
+    """How a launched run went, when its script has had its own say."""
+    stale = summary["staleness"]["mean"]
+    staleness = "" if stale is None else f", staleness {stale:.2f}"
+    return (
+        f"offbeat: {summary['status']}: {summary['gradients']} gradients in "
+        f"{summary['total_time_s']:.1f} s{staleness} -> {run_dir}"
+    )
 
 
 def _lines(name: str, metric: float | None, time_s: float, cost: float | None) -> list[str]:

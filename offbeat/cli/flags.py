@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from offbeat.comparison import grid
-from offbeat.config import ROLES, options, yes_or_no
+from offbeat.config import LAUNCH_OPTIONS, ROLES, options, yes_or_no
 from offbeat.data.catalog import DATASETS
 from offbeat.errors import ConfigError, nearest
 from offbeat.version import __version__
@@ -74,6 +74,30 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     for name, option in options().items():
         _add_option(parser, name, option.default, option.metadata)
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        default=None,
+        help="go on with the run in this folder, from its newest checkpoint",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
+    )
+    for name, option in options().items():
+        if name in LAUNCH_OPTIONS:
+            _add_option(parser, name, option.default, option.metadata)
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", default=None, help="a Python file")
+    parser.add_argument(
+        "arguments",
+        metavar="...",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="what the script is given",
+    )
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -393,6 +417,12 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers 
         "train a recipe",
         "Train a recipe. Without any flag: a small convnet on the built-in data.",
         _add_train,
+    ),
+    "launch": (
+        "run a script of your own as the workers of a run",
+        "Run a script that calls offbeat.distribute(model, optimizer) as every worker of a run, "
+        "with servers beside them. Rank 0's output is shown, the others' is in RUN/logs.",
+        _add_launch,
     ),
     "compare": (
         "train in several ways, and report which does best",

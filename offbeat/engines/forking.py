@@ -22,7 +22,7 @@ from typing import Any
 from offbeat.engines.forkserver import FORK_SERVER, MAX_BYTES
 from offbeat.roles.control import CONTROL_VARIABLE, DATA_VARIABLE
 
-NUM_DESCRIPTORS = 4
+NUM_DESCRIPTORS = 5
 ARG_START, ARG_END = 48, 49
 """Fields of /proc/self/stat, counted from 1: between which addresses the command line stands."""
 
@@ -101,12 +101,14 @@ def _find_unfit() -> str | None:
     return None
 
 
-def _become(order: dict[str, Any], control: int, data: int, lock: int, log: int) -> list[str]:
+def _become(
+    order: dict[str, Any], control: int, data: int, lock: int, output: int, errors: int
+) -> list[str]:
     """Be like a process that was started anew; `lock` need only stay open."""
     os.setsid()  # Ctrl-C is for the engine, which ends its processes in order
-    for output in (sys.stdout, sys.stderr):
-        os.dup2(log, output.fileno())
-    os.close(log)
+    for stream, given in ((sys.stdout, output), (sys.stderr, errors)):
+        os.dup2(given, stream.fileno())
+        os.close(given)
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])

@@ -66,8 +66,8 @@ class ForkServer:
         self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
     ) -> "Forked | None":
         """A process that runs `offbeat COMMAND`. `descriptors`: its line to the engine, the data,
-        the run's lock, and the log that it prints to; they are copied. None: start it in another
-        way, for the reason that is in `why_not`."""
+        the run's lock, and where its output and its errors go; they are copied. None: start it in
+        another way, for the reason that is in `why_not`."""
         if not self._wait_until_ready():
             return None
         order = {"command": list(command), "environment": dict(environment)}

@@ -103,15 +103,18 @@ class LocalEngine(Engine):
         lock: int,
         forks: ForkServer | None,
         incarnation: int = 0,
+        shows_rank_0: bool = False,
     ) -> None:
         """`lock` holds the run's folder, and is passed on to the processes; `forks` starts them,
-        and is the caller's; `incarnation` is new to the run's checkpoints, where there are any."""
+        and is the caller's; `incarnation` is new to the run's checkpoints, where there are any.
+        `shows_rank_0`: what its process prints goes where this one's does, not to its log."""
         super().__init__(dataclasses.replace(job, train=None, test=None))
         self.folder = folder
         self.display = display
         self._data = share({"train": job.train, "test": job.test})
         self._lock = lock
         self._forks = forks
+        self._shows_rank_0 = shows_rank_0
         self._began_s = began_s
         self._key = secrets.token_hex(6)
         self._sockets = _SocketFolder()
@@ -220,8 +223,10 @@ class LocalEngine(Engine):
         command += ["--run-dir", str(self.folder.path)]
         descriptors = (theirs.fileno(), self._data, self._lock)
         with theirs, log.open("ab", buffering=0) as output:
-            process.running = self._fork(command, descriptors, output) or self._popen(
-                command, descriptors, output
+            is_shown = self._shows_rank_0 and process.member.role == "master"
+            outputs = (1, 2) if is_shown else (output.fileno(), output.fileno())
+            process.running = self._fork(command, descriptors, outputs, output) or self._popen(
+                command, descriptors, outputs
             )
         self._supervisor.started(process.member, time.monotonic())
         process.line = ours
@@ -230,24 +235,28 @@ class LocalEngine(Engine):
         self._selector.register(ours, selectors.EVENT_READ, process)
 
     def _fork(
-        self, command: list[str], descriptors: tuple[int, ...], output: io.FileIO
+        self,
+        command: list[str],
+        descriptors: tuple[int, ...],
+        outputs: tuple[int, int],
+        log: io.FileIO,
     ) -> _Running | None:
         if self._forks is None:
             return None
-        found = self._forks.spawn(command, role_environment(), (*descriptors, output.fileno()))
+        found = self._forks.spawn(command, role_environment(), (*descriptors, *outputs))
         if found is None:
-            output.write(f"not forked by the fork server: {self._forks.why_not}\n".encode())
+            log.write(f"not forked by the fork server: {self._forks.why_not}\n".encode())
         return found
 
     def _popen(
-        self, command: list[str], descriptors: tuple[int, ...], output: io.FileIO
+        self, command: list[str], descriptors: tuple[int, ...], outputs: tuple[int, int]
     ) -> _Running:
         line, data, _ = descriptors
         return subprocess.Popen(
             [sys.executable, "-m", "offbeat", *command],
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=outputs[0],
+            stderr=outputs[1],
             env=role_environment() | {CONTROL_VARIABLE: str(line), DATA_VARIABLE: str(data)},
             pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C is for the engine, which ends them in order

@@ -58,7 +58,8 @@ class WorkerRecord:
 
     def add(self, event: dict[str, Any]) -> None:
         times = [float(event[part]) for part in ("start_s", *PARTS)]
-        loss, step, examples = float(event["loss"]), event["step"], event["examples"]
+        loss, step, examples = event["loss"], event["step"], event["examples"]
+        loss = math.nan if loss is None else float(loss)  # of a script's own step it is not known
         self.steps.append(step)  # from here on nothing can be missing
         self.losses.append(loss)
         for column, time_s in zip(

@@ -25,7 +25,7 @@ def summarise(path: Path) -> dict[str, Any]:
     metric = last.metric if last and not is_nan else None
     workers = [record.workers[rank] for rank in record.ranks]
     totals = record.totals()
-    costs = [sum(tail) / len(tail) for w in workers if (tail := w.losses[-COST_WINDOW:])]
+    costs = [sum(tail) / len(tail) for w in workers if (tail := _last_losses(w))]
     return {
         "recipe": config["recipe"],
         "discipline": config["discipline"],
@@ -57,6 +57,10 @@ def summarise(path: Path) -> dict[str, Any]:
         "restarts": len(record.restarts),
         "workers": [_worker_row(rank, record.workers[rank]) for rank in record.ranks],
     }
+
+
+def _last_losses(worker: WorkerRecord) -> list[float]:
+    return [loss for loss in worker.losses[-COST_WINDOW:] if not math.isnan(loss)]
 
 
 def _kept_row(shard: Kept) -> dict[str, int]:

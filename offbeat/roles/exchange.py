@@ -318,6 +318,16 @@ class Exchange:
         self._land()
         return max(lacking)
 
+    def finish_for_good(self, num_steps: int) -> None:
+        """The same for somebody who cannot do a step again: what a server lacks in the end is lost.
+        Never returns: a ConnectionClosedError says that the run is over."""
+        self._events.flush()
+        while True:
+            for link in self._links:
+                link.finish(num_steps)
+            while not self._any_came_back():
+                self._check_stop()
+
     def _tell_finished(self, num_steps: int) -> list[int]:
         """Tell the servers that have all steps; returns the last step of each one that has not."""
         lacking = []

@@ -9,12 +9,14 @@ control.py describes.
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offbeat.config import TrainConfig
 from offbeat.data.batches import Source
 from offbeat.data.shared import open_shared
+from offbeat.loops.process import job_of_server, run_script
 from offbeat.recipes.base import RecipeFile, load_recipe
 from offbeat.roles.context import Context, FolderRecords
 from offbeat.roles.control import DATA_VARIABLE, Control
@@ -41,9 +43,19 @@ def run_process(config: TrainConfig, role: str, index: int, control: Control | N
     name = role_name(role, index)
     log = folder.open_log(name)
     try:
-        job = _make_job(config, role, folder)
+        control = control or Control(None)
+        described = folder.read_json(folder.config)
+        script = described.get("script")
+        if script is not None and role in ("master", "worker"):
+            if role != "master" or not folder.state.exists():
+                run_script(config, folder, script, index, log, control)
+            return
+        if script is not None:
+            job = job_of_server(config, folder, control)
+        else:
+            job = _make_job(config, role, described)
         if role != "master" or not folder.state.exists():  # or its predecessor died at the very end
-            _run(job, folder, role, index, log, control or Control(None))
+            _run(job, folder, role, index, log, control)
     except BaseException as error:
         log.error("failed", exc_info=error)
         raise
@@ -97,8 +109,7 @@ def _generation(cluster: Cluster, role: str, index: int) -> int:
     return cluster.epochs[index] if role == "ps" else cluster.incarnations[index]
 
 
-def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
-    described = folder.read_json(folder.config)
+def _make_job(config: TrainConfig, role: str, described: dict[str, Any]) -> Job:
     recipe = load_recipe(config.recipe, RecipeFile.kept(described))
     return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role))
 

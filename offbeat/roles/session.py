@@ -89,6 +89,7 @@ class Session:
             self.worker,
             header.base_version,
             self.base,
+            slot.rates if slot.rates.numel() else None,
         )
 
     def take_reply(self, header: ReplyHeader) -> None:

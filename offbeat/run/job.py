@@ -101,6 +101,9 @@ class Job:
     test: Source | None = None
     codec: Choice[Codec] | None = None
     """What gradients travel as; None: as they are."""
+    num_rates: int = 0
+    """Of somebody's own loop: how many numbers its optimizer's options have, which travel with
+    every gradient."""
 
     @property
     def fingerprint(self) -> str:
@@ -210,6 +213,7 @@ class Job:
             num_tensors=len(self.manifest.tensors),
             num_floats=self.manifest.num_floats if first else 0,
             num_ints=self.manifest.num_ints if first else 0,
+            num_rates=self.num_rates,
             coded_bytes=None if codec is None else codec.capacity(hi - lo),
             device=self.server_device,
         )

@@ -35,6 +35,8 @@ class RunFolder:
         """While the run goes on: where its servers are."""
         self.state = path / "state.json"
         """Written by the master once the last checkpoint is committed."""
+        self.model = path / "model.json"
+        """Of somebody's own loop: what rank 0's script trains, and with which optimizer."""
         self.logs = path / "logs"
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"

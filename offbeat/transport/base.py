@@ -106,6 +106,7 @@ class Layout:
     num_tensors: int
     num_floats: int = 0
     num_ints: int = 0
+    num_rates: int = 0
     dtype: torch.dtype = torch.float32
     coded_bytes: int | None = None
     """The most that a codec makes of a gradient; None: it lies in the slot as it is. Parameters
@@ -123,12 +124,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A payload: gradient or parameters, which tensors got a gradient, buffers (shard 0 only)."""
+    """A payload: gradient or parameters, which tensors got a gradient, buffers (shard 0 only), and
+    with a gradient of somebody's own loop the numbers of its optimizer's options."""
 
     values: Tensor
     mask: Tensor
     floats: Tensor
     ints: Tensor
+    rates: Tensor
     mark: Mark = NO_MARK
     """Set by whoever made it, and by the server when it has told the device to fill a reply."""
 
@@ -140,6 +143,7 @@ class Slot:
             torch.ones(layout.num_tensors, dtype=torch.uint8),
             torch.zeros(layout.num_floats, device=layout.device),
             torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
+            torch.zeros(layout.num_rates, dtype=torch.float64),
             make_mark(layout.device),
         )
 
@@ -159,6 +163,7 @@ class Slot:
         self.mask.copy_(other.mask)
         self.floats.copy_(other.floats)
         self.ints.copy_(other.ints)
+        self.rates.copy_(other.rates)
 
 
 class WorkerEnd(ABC):

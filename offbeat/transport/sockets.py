@@ -456,6 +456,7 @@ def _slot_bytes(layout: Layout) -> int:
         aligned(layout.dtype.itemsize * layout.num_elements)
         + aligned(4 * layout.num_floats)
         + aligned(8 * layout.num_ints)
+        + aligned(8 * layout.num_rates)
         + aligned(layout.num_tensors)
     )
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # memory is pinned for a GPU by whole pages
@@ -464,12 +465,14 @@ def _slot_bytes(layout: Layout) -> int:
 def _slot_in(layout: Layout, buffer: mmap.mmap, start: int) -> Slot:
     floats_at = start + aligned(layout.dtype.itemsize * layout.num_elements)
     ints_at = floats_at + aligned(4 * layout.num_floats)
-    mask_at = ints_at + aligned(8 * layout.num_ints)
+    rates_at = ints_at + aligned(8 * layout.num_ints)
+    mask_at = rates_at + aligned(8 * layout.num_rates)
     return Slot(
         values=view(buffer, layout.dtype, layout.num_elements, start),
         mask=view(buffer, torch.uint8, layout.num_tensors, mask_at),
         floats=view(buffer, torch.float32, layout.num_floats, floats_at),
         ints=view(buffer, torch.int64, layout.num_ints, ints_at),
+        rates=view(buffer, torch.float64, layout.num_rates, rates_at),
     )
 
 
@@ -482,7 +485,8 @@ def _call_bytes(layout: Layout) -> int:
 
 
 def _parts(slot: Slot) -> list[memoryview]:
-    return [as_bytes(t) for t in (slot.values, slot.mask, slot.floats, slot.ints) if t.numel()]
+    tensors = (slot.values, slot.mask, slot.floats, slot.ints, slot.rates)
+    return [as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 
 def _receive(connection: Connection, box: Box | None, timeout_s: float) -> Frame | None:

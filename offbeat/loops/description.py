@@ -1,0 +1,103 @@
+"""What a script's model and optimizer are, as the servers have to know them: RUN/model.json.
+
+Written by rank 0 when its script calls `distribute`; read by the servers and compared by the other
+ranks. It is JSON: nothing of the user's is pickled.
+"""
+
+import dataclasses
+import inspect
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.errors import ConnectionClosedError, ModelError
+from offbeat.flat import Manifest, describe, plain_name
+from offbeat.optim import NOT_OPTIONS, Optimizer
+from offbeat.run.rundir import RunFolder
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    manifest: Manifest
+    optimizer: Optimizer
+
+    def write(self, folder: RunFolder) -> None:
+        content = {
+            "manifest": self.manifest.to_json(),
+            "optimizer": dataclasses.asdict(self.optimizer),
+        }
+        folder.write_json(folder.model, content)
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> "Description":
+        found = folder.read_json(folder.model)
+        return cls(
+            manifest=Manifest.from_json(found["manifest"]),
+            optimizer=Optimizer(**found["optimizer"]),
+        )
+
+    @classmethod
+    def wait_for(cls, folder: RunFolder, stop: threading.Event) -> "Description":
+        """Until rank 0 has written it; a ConnectionClosedError where the run ends before."""
+        while not folder.model.exists():
+            if stop.wait(POLL_S):
+                raise ConnectionClosedError("told to stop before the model was known", over=True)
+        return cls.read(folder)
+
+
+def describe_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Description:
+    """Raises a ModelError or a ConfigError where they cannot be trained."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"distribute takes a model and its optimizer, not a {type(model)}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(f"distribute takes one of torch's optimizers, not a {type(optimizer)}")
+    manifest = describe(model, anywhere=True)
+    first, *others = [options_of(optimizer, group) for group in optimizer.param_groups]
+    return Description(
+        manifest=manifest,
+        optimizer=Optimizer(
+            kind=type(optimizer).__name__,
+            options=first,
+            groups={str(index): options for index, options in enumerate(others, start=1)},
+            members=_members(model, optimizer),
+        ),
+    )
+
+
+def options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Of a parameter group what its class was told, as plain values."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    return {
+        name: _plain(value)
+        for name, value in group.items()
+        if name in known and name not in ("params", *NOT_OPTIONS)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """In which group each of the model's parameters is; those in none are not trained."""
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    members: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ModelError(
+                    "the optimizer has a parameter that is not the model's: give distribute the "
+                    "module that has all of them (an nn.ModuleList holds several)"
+                )
+            if parameter.requires_grad:
+                members[names[id(parameter)]] = index
+    if not members:
+        raise ModelError("the optimizer has no parameter of the model that requires a gradient")
+    return members

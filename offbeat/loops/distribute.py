@@ -1,0 +1,102 @@
+"""What a script calls: `distribute`, and where it is.
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = offbeat.distribute(model, optimizer)
+
+Started by itself the script runs as if none of this were there. Started by `offbeat launch`, the
+optimizer keeps its parameter groups, its class and whoever holds it; `step` is an exchange with the
+servers, which keep what it would have kept.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.errors import ConfigError, ModelError
+from offbeat.loops import place
+from offbeat.loops.loop import Loop
+
+
+def distribute(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, whose `step()` is an exchange with the servers where the script was launched.
+
+    The model has rank 0's weights from here on, or those of the checkpoint that the run goes on
+    from. One model and one optimizer in a script; parameters are the model's own.
+    """
+    here = place.here
+    if here is None:
+        return optimizer
+    if here.loop is not None:
+        raise ModelError(
+            "distribute was called before: a run has one model and one optimizer; put several "
+            "models into an nn.ModuleList, and their parameters into groups of one optimizer"
+        )
+    loop = Loop(here, model, optimizer)
+    here.control.reports(loop.progress)
+    here.loop = loop
+    loop.join()
+    _take_over(optimizer, loop)
+    return optimizer
+
+
+def rank() -> int:
+    """Which worker this is; 0 outside of a run."""
+    return 0 if place.here is None else place.here.rank
+
+
+def world_size() -> int:
+    """How many workers there are; 1 outside of a run."""
+    return 1 if place.here is None else place.here.config.workers
+
+
+def is_master() -> bool:
+    """Whether this is rank 0, whose output is shown."""
+    return rank() == 0
+
+
+def log(**values: float) -> None:
+    """Tell the run what only the script knows. `loss`: that of the step that comes next."""
+    here = place.here
+    unknown = sorted(values.keys() - {"loss"})
+    if unknown:
+        raise ConfigError(f"offbeat.log takes loss, not {', '.join(unknown)}")
+    if here is not None and here.loop is not None:
+        here.loop.next_loss = float(values.get("loss", math.nan))
+
+
+def _take_over(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+    """Give the optimizer another `step`, in place: a scheduler or a trainer may hold it already."""
+    of_torch = type(optimizer)
+    vars(optimizer).pop("step", None)  # a scheduler's, around that of its class
+    optimizer.__class__ = type(of_torch.__name__, (_Distributed, of_torch), {})
+    optimizer._offbeat_loop = loop  # type: ignore[attr-defined]
+
+
+def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Exchange the gradient for new parameters; returns what `closure`, which computes it, does."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_cuda:
+            self._offbeat_loop.next_loss = float(loss.detach())
+    self._opt_called = True  # which schedulers look at
+    self._offbeat_loop.step()
+    return loss
+
+
+_hooked_step = torch.optim.Optimizer.profile_hook_step(_step)  # type: ignore[arg-type, unused-ignore]
+_hooked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+class _Distributed:
+    step = _hooked_step
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ModelError(
+            "a distributed optimizer has its parameter groups from the start: make them before "
+            "offbeat.distribute, with a rate of 0 where they are to train later"
+        )

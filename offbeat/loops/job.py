@@ -1,0 +1,66 @@
+"""The job of somebody's own loop: what servers, master and workers have to know of it."""
+
+import dataclasses
+from typing import Any, NoReturn
+
+from offbeat.config import TrainConfig
+from offbeat.flat import Manifest
+from offbeat.loops.description import Description
+from offbeat.optim import SGD, numbers_of
+from offbeat.recipes.base import Recipe
+from offbeat.run.job import Facts, Job
+from offbeat.shard import partition
+
+CHECKPOINT_EVERY = 1000
+"""Updates, where nobody says otherwise: what an epoch is the script alone knows."""
+
+
+def _is_the_scripts(*arguments: object) -> NoReturn:
+    raise AssertionError("model, data and loss are the script's")
+
+
+_RECIPE = Recipe(model=_is_the_scripts, data=_is_the_scripts, loss=_is_the_scripts)
+
+
+def make_loop_job(config: TrainConfig, description: Description | None) -> Job:
+    """None: what is trained is not known yet, and neither are the servers' slices."""
+    manifest = Manifest(tensors=(), floats=(), ints=(), frozen=(), aliases={})
+    optimizer = SGD()
+    if description is not None:
+        manifest, optimizer = description.manifest, description.optimizer
+    slices = () if description is None else partition(manifest.num_elements, config.servers)
+    return Job(
+        config=config,
+        recipe=_RECIPE,
+        optimizer=optimizer,
+        manifest=manifest,
+        slices=tuple(slices),
+        facts=_facts(config),
+        num_rates=sum(len(numbers_of(table)) for table in optimizer.tables),
+    )
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """Nothing is scored but by the script, and a step is what the script makes of one."""
+    return dataclasses.replace(
+        config,
+        engine="local",
+        batch_size=1,
+        eval_every=0,
+        checkpoint_every=config.checkpoint_every or CHECKPOINT_EVERY,
+    )
+
+
+def _facts(config: TrainConfig) -> Facts:
+    return Facts(
+        num_examples=None,
+        has_test=False,
+        total_updates=None,
+        in_rounds=config.chosen.kind.in_rounds,
+        variant=config.variant,
+        engine="local",
+    )
+
+
+def facts_json(config: TrainConfig) -> dict[str, Any]:
+    return dataclasses.asdict(_facts(config))

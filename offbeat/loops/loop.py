@@ -1,0 +1,280 @@
+"""A worker whose loop is the user's: each `step` of its optimizer is an exchange with the servers.
+
+Made by `distribute` in a script that was launched; process.py ends it. Rank 0's keeps the run's
+books too, in a thread of their own, as every master does.
+
+A script that was started again goes through its loop again. Steps that the servers know of are not
+pushed a second time, so that the run has as many as it would have had; a script that keeps where it
+was (state.py) does not go through them either.
+"""
+
+import contextlib
+import math
+import threading
+from typing import Any
+
+import torch
+
+from offbeat.errors import ConnectionClosedError, ModelError
+from offbeat.flat import FlatModel
+from offbeat.loops.description import Description, describe_loop, options_of
+from offbeat.loops.job import make_loop_job
+from offbeat.loops.place import Place
+from offbeat.optim import numbers_of
+from offbeat.roles.context import Progress
+from offbeat.roles.exchange import Exchange
+from offbeat.roles.faults import make_faults
+from offbeat.roles.master import Master
+from offbeat.run.addresses import ClusterNetwork
+from offbeat.run.rundir import role_name
+from offbeat.towers import Towers
+
+TO_END_S = 10.0
+"""How long the books may take when the script is through, or has failed."""
+
+
+class StoppedError(SystemExit):
+    """Raised by `step` when the run is being stopped, or is over: the script ends, and what it does
+    when it ends is done."""
+
+
+class Loop:
+    """One thread uses it: the script's."""
+
+    def __init__(
+        self, place: Place, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._place = place
+        self._optimizer = optimizer
+        description = describe_loop(model, optimizer)
+        self._agree(description)
+        self._job = make_loop_job(place.config, description)
+        flat = FlatModel(model, description.manifest)
+        flat.keeps_gradients = True
+        self._trained = [
+            spec.name in description.optimizer.members for spec in flat.manifest.tensors
+        ]
+        self._towers = Towers([flat], [_device_of(model)])
+        self._books = Books(place, self._job, flat) if place.rank == 0 else None
+        self._stop = self._books.closed if self._books else place.control.stop
+        self._events = place.records.events(role_name("worker", place.rank))
+        self._faults = make_faults(
+            place.config, place.rank, place.incarnation, clock=place.clock, stop=self._stop
+        )
+        self.step_number = 0
+        """Of the step that was done last, counted from 1."""
+        self.num_steps = 0
+        """Those that this process has pushed."""
+        self.next_loss = math.nan
+        """What the script has told of the step that comes next."""
+        self.loss = math.nan
+        self._exchange = Exchange(
+            self._job,
+            place.rank,
+            self._towers,
+            ClusterNetwork(place.folder),
+            events=self._events,
+            log=place.log,
+            clock=place.clock,
+            stop=self._stop,
+            incarnation=place.incarnation,
+        )
+        self._open = contextlib.ExitStack()
+        self.num_known = 0
+        """Steps that the servers have already, from an earlier life of this script."""
+        self._since_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """How many updates are in what the model shows."""
+        return self._exchange.versions[0]
+
+    def join(self) -> None:
+        """Begin with the servers' parameters: rank 0's, or those of a checkpoint."""
+        if self._books is not None:
+            self._books.start()
+        with self._ends():
+            self._open.enter_context(self._exchange)
+            self.num_known = self._exchange.join()
+            self._take_in()
+        self._since_s = self._place.clock()
+
+    def step(self) -> None:
+        """Push what is in the parameters' gradients, and have the parameters show the reply."""
+        self.step_number += 1
+        if self.step_number <= self.num_known:
+            return
+        self._faults.begin(self.step_number)
+        present = self._take_gradient()
+        _, is_usable = self._towers.wait()
+        self._faults.computed(self._since_s, 0.0)
+        pushed_s = self._place.clock()
+        with self._ends():
+            self._exchange.push(self.step_number, present, void=not is_usable)
+            outcome = self._exchange.await_all()
+            self._take_in()
+            self._write_down(outcome, pushed_s)
+            if self._exchange.is_last:
+                raise ConnectionClosedError("the run is being stopped", over=True)
+
+    def finish(self) -> None:
+        """The script is through: wait until everybody is, and the run with them."""
+        try:
+            self._exchange.finish_for_good(self.step_number)
+        except ConnectionClosedError as error:
+            if not error.over and not self._stop.is_set():
+                raise
+            self._place.log.info("%s", error)
+
+    def close(self) -> None:
+        """Leave; rank 0 stays until the books are closed."""
+        self._place.log.info("left after %d steps", self.step_number)
+        self._open.close()
+        if self._books is not None:
+            self._books.join()
+
+    def fail(self) -> None:
+        """Leave because the script failed: of rank 0, the run is stopped, with a checkpoint."""
+        if self._books is not None:
+            self._place.control.stop.set()
+        self.close()
+
+    def progress(self) -> Progress:
+        mine: Progress = {
+            "ready": self._exchange.has_joined,
+            "steps": self.num_steps,
+            "examples": 0,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+        }
+        return mine if self._books is None else {**mine, **self._books.progress()}
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def _take_gradient(self) -> list[bool]:
+        slots = self._exchange.gradient_slots
+        numbers = [
+            number
+            for group in self._optimizer.param_groups
+            for number in numbers_of(options_of(self._optimizer, group))
+        ]
+        if len(numbers) != self._job.num_rates:
+            raise ModelError(
+                "an option of the optimizer is another kind of value than it was at the start: "
+                "numbers stay numbers"
+            )
+        for slot in slots:
+            slot.rates.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self._towers.write_buffers(slots[0].floats, slots[0].ints)
+        self._towers.computed()
+        present = self._towers.take_gradient([slot.values for slot in slots])
+        return [here and trained for here, trained in zip(present, self._trained, strict=True)]
+
+    def _take_in(self) -> None:
+        moved = self._towers.refresh()
+        if moved and self.num_steps:
+            self._place.log.warning("put back into place: %s", ", ".join(moved))
+        self._towers.read_buffers(*self._exchange.buffers)
+
+    def _write_down(self, outcome: str, pushed_s: float) -> None:
+        now_s = self._place.clock()
+        self.loss, self.next_loss = self.next_loss, math.nan
+        self.num_steps += 1
+        parts = (self._since_s, pushed_s - self._since_s, now_s - pushed_s)
+        self._events.record_line(
+            _step_line, self._place.rank, self.step_number, self.loss, outcome, *parts
+        )
+        self._since_s = now_s
+
+    def _agree(self, mine: Description) -> None:
+        """With the other ranks and the servers about what is trained: as rank 0 says. Who disagrees
+        is refused by the first server that it asks."""
+        folder, rank = self._place.folder, self._place.rank
+        if rank == 0:
+            mine.write(folder)
+        else:
+            with self._ends():
+                Description.wait_for(folder, self._place.control.stop)
+
+    @contextlib.contextmanager
+    def _ends(self) -> Any:
+        """Have the end of the run be the end of the script."""
+        try:
+            yield
+        except ConnectionClosedError as error:
+            if not error.over and not self._stop_is_set():
+                raise
+            self._place.log.info("%s", error)
+            raise StoppedError(0) from error
+
+    def _stop_is_set(self) -> bool:
+        return self._place.control.stop.is_set() or self._stop.is_set()
+
+
+class Books:
+    """The master's thread beside rank 0's script."""
+
+    def __init__(self, place: Place, job: Any, flat: FlatModel) -> None:
+        self.closed = threading.Event()
+        self.failure: BaseException | None = None
+        self._seen: Progress = {}
+        self._log = place.log
+        self._master = Master(
+            job,
+            ClusterNetwork(place.folder),
+            place.folder,
+            flat,
+            events=place.records.events("master"),
+            log=place.log,
+            clock=place.clock,
+            stop=place.control.stop,
+            watch=self._look,
+        )
+        self._thread = threading.Thread(target=self._keep, name="books", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def progress(self) -> Progress:
+        return {"opened": bool(self._seen), **self._seen}
+
+    def _keep(self) -> None:
+        try:
+            self._master.run()
+        except Exception as error:
+            self._log.error("the books cannot be kept", exc_info=error)
+            self.failure = error
+        finally:
+            self.closed.set()
+
+    def _look(self, statuses: Any) -> None:
+        staleness = [number for status in statuses for number in status.staleness]
+        self._seen = {
+            "version": max(status.version for status in statuses),
+            "staleness": sum(staleness) / len(staleness) if staleness else None,
+        }
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next(p.device for p in model.parameters() if p.requires_grad)
+
+
+def _step_line(
+    worker: int,
+    step: int,
+    loss: float,
+    outcome: str,
+    start_s: float,
+    compute_s: float,
+    exchange_s: float,
+) -> str:
+    return (
+        f'{{"kind": "step", "worker": {worker}, "step": {step}, "epoch": 0, '
+        f'"loss": {loss if math.isfinite(loss) else "null"}, "examples": 0, '
+        f'"outcome": "{outcome}", "start_s": {start_s:.6f}, "compute_s": {compute_s:.6f}, '
+        f'"prepare_s": 0, "exchange_s": {exchange_s:.6f}}}'
+    )
