@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
     from offbeat.loops.distribute import distribute, is_master, log, rank, world_size
+    from offbeat.loops.sampler import Sampler
+    from offbeat.loops.state import State
     from offbeat.optim import (
         SGD,
         Adagrad,
@@ -40,6 +42,8 @@ _HOME = {
     "Result": "api",
     "RunError": "errors",
     "SGD": "optim",
+    "Sampler": "loops.sampler",
+    "State": "loops.state",
     "TrainConfig": "config",
     "UsageError": "errors",
     "accuracy": "recipes.base",
@@ -72,6 +76,8 @@ __all__ = [
     "Recipe",
     "Result",
     "RunError",
+    "Sampler",
+    "State",
     "TrainConfig",
     "UsageError",
     "__version__",

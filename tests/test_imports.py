@@ -14,10 +14,11 @@ from offbeat.disciplines import BUILT_IN
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
-    ["bench", "comparison"],
+    ["bench", "comparison", "launching"],
     ["api"],
     ["engines"],
     ["cluster"],
+    ["loops"],
     ["roles", "report"],
     ["run"],
     ["capture", "compiling", "data", "recipes", "towers", "transport"],

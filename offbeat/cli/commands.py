@@ -131,7 +131,7 @@ def _launch(known: argparse.Namespace) -> int:
         )
     config = make_config(given)
     with signals_as_ctrl_c(), fork_server("local") as forks:
-        from offbeat.loops.launch import launch, relaunch
+        from offbeat.launching import launch, relaunch
         from offbeat.run.checkpoint import list_checkpoints
         from offbeat.run.rundir import RunFolder
 
@@ -326,12 +326,17 @@ def _role_of_engine(known: argparse.Namespace) -> int:
     control.start()
     is_shown = False
     try:
+        from offbeat.loops import process as of_script
         from offbeat.roles.process import run_process
         from offbeat.run.rundir import RunFolder
 
         config, described = RunFolder(Path(known.run_dir)).read_config()
-        is_shown = "script" in described and known.role == "master"  # the engine says it
-        run_process(config, known.role, getattr(known, "index", 0), control)
+        role, index, script = known.role, getattr(known, "index", 0), described.get("script")
+        is_shown = script is not None and role == "master"  # what went wrong the engine says
+        if script is None:
+            run_process(config, role, index, control)
+        else:
+            of_script.run_process(config, role, index, script, control)
     except BaseException as error:  # also a KeyboardInterrupt, which here is the recipe's own
         control.fail(error)
         if isinstance(error, OffbeatError) and not is_shown:

@@ -78,7 +78,7 @@ def show_command(command: list[str]) -> None:
 def _import_everything() -> None:
     import torch
 
-    import offbeat.roles.process  # noqa: F401
+    import offbeat.loops.process  # noqa: F401 - and what all roles need
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch imports as much again for that
     gc.collect()

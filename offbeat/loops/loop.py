@@ -11,7 +11,7 @@ was (state.py) does not go through them either.
 import contextlib
 import math
 import threading
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -21,16 +21,13 @@ from offbeat.loops.description import Description, describe_loop, options_of
 from offbeat.loops.job import make_loop_job
 from offbeat.loops.place import Place
 from offbeat.optim import numbers_of
-from offbeat.roles.context import Progress
+from offbeat.roles.context import Context, Progress
 from offbeat.roles.exchange import Exchange
 from offbeat.roles.faults import make_faults
-from offbeat.roles.master import Master
+from offbeat.roles.run import Books
 from offbeat.run.addresses import ClusterNetwork
 from offbeat.run.rundir import role_name
 from offbeat.towers import Towers
-
-TO_END_S = 10.0
-"""How long the books may take when the script is through, or has failed."""
 
 
 class StoppedError(SystemExit):
@@ -55,18 +52,17 @@ class Loop:
             spec.name in description.optimizer.members for spec in flat.manifest.tensors
         ]
         self._towers = Towers([flat], [_device_of(model)])
-        self._books = Books(place, self._job, flat) if place.rank == 0 else None
+        self._failures: list[Exception] = []
+        self._books = self._make_books(flat) if place.rank == 0 else None
         self._stop = self._books.closed if self._books else place.control.stop
         self._events = place.records.events(role_name("worker", place.rank))
         self._faults = make_faults(
             place.config, place.rank, place.incarnation, clock=place.clock, stop=self._stop
         )
         self.step_number = 0
-        """Of the step that was done last, counted from 1."""
         self.num_steps = 0
         """Those that this process has pushed."""
         self.next_loss = math.nan
-        """What the script has told of the step that comes next."""
         self.loss = math.nan
         self._exchange = Exchange(
             self._job,
@@ -81,8 +77,19 @@ class Loop:
         )
         self._open = contextlib.ExitStack()
         self.num_known = 0
-        """Steps that the servers have already, from an earlier life of this script."""
         self._since_s = 0.0
+
+    def _make_books(self, model: FlatModel) -> Books:
+        place = self._place
+        context = Context(
+            job=self._job,
+            records=place.records,
+            clock=place.clock,
+            stop=place.control.stop,
+            network=ClusterNetwork(place.folder),
+            folder=place.folder,
+        )
+        return Books(context, model, threading.Event(), self._failures.append)
 
     @property
     def version(self) -> int:
@@ -132,12 +139,8 @@ class Loop:
         self._open.close()
         if self._books is not None:
             self._books.join()
-
-    def fail(self) -> None:
-        """Leave because the script failed: of rank 0, the run is stopped, with a checkpoint."""
-        if self._books is not None:
-            self._place.control.stop.set()
-        self.close()
+        if self._failures:
+            raise self._failures[0]
 
     def progress(self) -> Progress:
         mine: Progress = {
@@ -196,7 +199,7 @@ class Loop:
                 Description.wait_for(folder, self._place.control.stop)
 
     @contextlib.contextmanager
-    def _ends(self) -> Any:
+    def _ends(self) -> Iterator[None]:
         """Have the end of the run be the end of the script."""
         try:
             yield
@@ -208,55 +211,6 @@ class Loop:
 
     def _stop_is_set(self) -> bool:
         return self._place.control.stop.is_set() or self._stop.is_set()
-
-
-class Books:
-    """The master's thread beside rank 0's script."""
-
-    def __init__(self, place: Place, job: Any, flat: FlatModel) -> None:
-        self.closed = threading.Event()
-        self.failure: BaseException | None = None
-        self._seen: Progress = {}
-        self._log = place.log
-        self._master = Master(
-            job,
-            ClusterNetwork(place.folder),
-            place.folder,
-            flat,
-            events=place.records.events("master"),
-            log=place.log,
-            clock=place.clock,
-            stop=place.control.stop,
-            watch=self._look,
-        )
-        self._thread = threading.Thread(target=self._keep, name="books", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
-        if self.failure is not None:
-            raise self.failure
-
-    def progress(self) -> Progress:
-        return {"opened": bool(self._seen), **self._seen}
-
-    def _keep(self) -> None:
-        try:
-            self._master.run()
-        except Exception as error:
-            self._log.error("the books cannot be kept", exc_info=error)
-            self.failure = error
-        finally:
-            self.closed.set()
-
-    def _look(self, statuses: Any) -> None:
-        staleness = [number for status in statuses for number in status.staleness]
-        self._seen = {
-            "version": max(status.version for status in statuses),
-            "staleness": sum(staleness) / len(staleness) if staleness else None,
-        }
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -6,7 +6,7 @@ Set by the role's process before it runs the script; what the script calls looks
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from offbeat.config import TrainConfig
 from offbeat.roles.context import FolderRecords
@@ -14,8 +14,22 @@ from offbeat.roles.control import Control
 from offbeat.run.addresses import Cluster
 from offbeat.run.rundir import RunFolder
 
-if TYPE_CHECKING:
-    from offbeat.loops.loop import Loop
+
+class Running(Protocol):
+    """The loop of a script that has called `distribute`."""
+
+    step_number: int
+    """Of the step that was done last, counted from 1."""
+    num_known: int
+    """Steps that the servers have already, from an earlier life of the script."""
+    next_loss: float
+    """What the script has told of the step that comes next."""
+
+    def finish(self) -> None:
+        """The script is through: wait until everybody is, and the run with them."""
+
+    def close(self) -> None:
+        """Leave."""
 
 
 @dataclass(kw_only=True)
@@ -28,7 +42,7 @@ class Place:
     control: Control
     records: FolderRecords
     log: logging.Logger
-    loop: "Loop | None" = None
+    loop: Running | None = None
     """Once the script has called `distribute`."""
 
     @property

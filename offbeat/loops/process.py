@@ -1,6 +1,6 @@
 """A role's process where the loop is the user's: a server as ever, and workers that run a script.
 
-Called by roles/process.py for a run whose config.json names a script.
+What `offbeat role ... --run-dir RUN` comes to in a run whose config.json names a script.
 """
 
 import logging
@@ -20,20 +20,27 @@ from offbeat.errors import RecipeError, StepError
 from offbeat.loops import place
 from offbeat.loops.description import Description
 from offbeat.loops.job import make_loop_job
-from offbeat.loops.loop import Loop, StoppedError
+from offbeat.loops.loop import StoppedError
 from offbeat.roles.context import FolderRecords
 from offbeat.roles.control import Control
+from offbeat.roles.process import logged, run_in_folder
 from offbeat.run.addresses import Cluster
-from offbeat.run.job import Job
 from offbeat.run.rundir import RunFolder, num_cores, role_name
 
 
-def job_of_server(config: TrainConfig, folder: RunFolder, control: Control) -> Job:
-    """Waits until rank 0's script has said what is trained."""
-    return make_loop_job(config, Description.wait_for(folder, control.stop))
+def run_process(
+    config: TrainConfig, role: str, index: int, script: Mapping[str, Any], control: Control
+) -> None:
+    """Be `role` number `index` of the run in `config.run_dir`, until it is over."""
+    with logged(config, role, index) as (folder, log):
+        if role == "ps":
+            description = Description.wait_for(folder, control.stop)
+            run_in_folder(make_loop_job(config, description), folder, role, index, log, control)
+        elif role == "worker" or not folder.state.exists():  # or all was over when rank 0 died
+            _run_script(config, folder, script, index, log, control)
 
 
-def run_script(
+def _run_script(
     config: TrainConfig,
     folder: RunFolder,
     script: Mapping[str, Any],
@@ -41,7 +48,7 @@ def run_script(
     log: logging.Logger,
     control: Control,
 ) -> None:
-    """Be worker `rank`: run the script to its end, and stay until the run is over."""
+    """Run the script to its end, and stay until the run is over."""
     cluster = Cluster.read(folder)
     name = "master" if rank == 0 else role_name("worker", rank)
     records = FolderRecords(folder, {name: log, role_name("worker", rank): log})
@@ -68,22 +75,29 @@ def _run_to_its_end(here: place.Place, script: Mapping[str, Any]) -> None:
     try:
         _execute(script)
     except StoppedError:
-        if here.loop is not None:
-            here.loop.close()
+        _leave(here)
         return
     except BaseException as error:
         if here.rank == 0:  # whose output is what the user sees
             traceback.print_exception(error.with_traceback(_of_script(error, script["file"])))
         step = 0 if here.loop is None else here.loop.step_number
-        if here.loop is not None:
-            here.loop.fail()
+        here.control.stop.set()  # of rank 0: the books end with a checkpoint of what there is
+        _leave(here)
         raise StepError(here.rank, step, error) from error
     if here.loop is None:
         raise RecipeError(
             f"{script['file']} ended without a call of offbeat.distribute(model, optimizer): "
             f"nothing was trained"
         )
-    _through(here.loop)
+    try:
+        here.loop.finish()
+    finally:
+        _leave(here)
+
+
+def _leave(here: place.Place) -> None:
+    if here.loop is not None:
+        here.loop.close()
 
 
 def _of_script(error: BaseException, file: str) -> TracebackType | None:
@@ -92,13 +106,6 @@ def _of_script(error: BaseException, file: str) -> TracebackType | None:
     while found is not None and found.tb_frame.f_code.co_filename != file:
         found = found.tb_next
     return found or error.__traceback__
-
-
-def _through(loop: Loop) -> None:
-    try:
-        loop.finish()
-    finally:
-        loop.close()
 
 
 def _execute(script: Mapping[str, Any]) -> None:

@@ -6,17 +6,17 @@ know stands in the run's folder. The process has a line to the engine that start
 control.py describes.
 """
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from offbeat.config import TrainConfig
 from offbeat.data.batches import Source
 from offbeat.data.shared import open_shared
-from offbeat.loops.process import job_of_server, run_script
 from offbeat.recipes.base import RecipeFile, load_recipe
 from offbeat.roles.context import Context, FolderRecords
 from offbeat.roles.control import DATA_VARIABLE, Control
@@ -38,24 +38,22 @@ def run_process(config: TrainConfig, role: str, index: int, control: Control | N
 
     Raises what the role failed with; its log has the traceback.
     """
+    with logged(config, role, index) as (folder, log):
+        job = _make_job(config, role, folder)
+        if role != "master" or not folder.state.exists():  # or its predecessor died at the very end
+            run_in_folder(job, folder, role, index, log, control or Control(None))
+
+
+@contextlib.contextmanager
+def logged(
+    config: TrainConfig, role: str, index: int
+) -> Iterator[tuple[RunFolder, logging.Logger]]:
+    """The folder of a role's run, and the role's log, which has what goes wrong."""
     assert config.run_dir is not None, "a role belongs to a run's folder"
     folder = RunFolder(Path(config.run_dir))
-    name = role_name(role, index)
-    log = folder.open_log(name)
+    log = folder.open_log(role_name(role, index))
     try:
-        control = control or Control(None)
-        described = folder.read_json(folder.config)
-        script = described.get("script")
-        if script is not None and role in ("master", "worker"):
-            if role != "master" or not folder.state.exists():
-                run_script(config, folder, script, index, log, control)
-            return
-        if script is not None:
-            job = job_of_server(config, folder, control)
-        else:
-            job = _make_job(config, role, described)
-        if role != "master" or not folder.state.exists():  # or its predecessor died at the very end
-            _run(job, folder, role, index, log, control)
+        yield folder, log
     except BaseException as error:
         log.error("failed", exc_info=error)
         raise
@@ -63,7 +61,7 @@ def run_process(config: TrainConfig, role: str, index: int, control: Control | N
         close_log(log)
 
 
-def _run(
+def run_in_folder(
     job: Job, folder: RunFolder, role: str, index: int, log: logging.Logger, control: Control
 ) -> None:
     cluster = Cluster.read(folder)
@@ -109,7 +107,8 @@ def _generation(cluster: Cluster, role: str, index: int) -> int:
     return cluster.epochs[index] if role == "ps" else cluster.incarnations[index]
 
 
-def _make_job(config: TrainConfig, role: str, described: dict[str, Any]) -> Job:
+def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
+    described = folder.read_json(folder.config)
     recipe = load_recipe(config.recipe, RecipeFile.kept(described))
     return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role))
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from offbeat.errors import StepError
+from offbeat.flat import FlatModel
 from offbeat.ledger import Ledger
 from offbeat.recipes.base import metric_name
 from offbeat.roles.calls import Status
@@ -228,32 +229,29 @@ class CrewRole(Role):
         self._context.stop.set()
 
 
-class MasterRole(Role):
-    """The run's books in a thread of their own, and in this one the training of rank 0, with that
-    of its crew. It fails with what failed first; no worker has failed once the run is being stopped
-    or is over."""
+class Books:
+    """A master, in a thread of its own beside somebody's training. `closed` is set when it has
+    ended, one way or another; `failed` is told what it failed with, in its thread; `watch` is shown
+    the version and the latest staleness."""
 
-    def __init__(self, context: Context, index: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        model: FlatModel,
+        closed: threading.Event,
+        failed: Callable[[Exception], None],
+        watch: Callable[[int, list[int]], None] = lambda version, staleness: None,
+    ) -> None:
         assert context.network is not None and context.folder is not None
-        assert context.summaries is not None
-        self._context = context
-        self._folder = context.folder
-        self._watch = context.summaries.watch
-        self._books_closed = threading.Event()
+        self.closed = closed
+        self._failed = failed
+        self._watch = watch
         self._seen: Sequence[Status] = ()
-        self._failures: list[BaseException] = []
-        self._crew = Crew(
-            context,
-            context.job.crew(0),
-            self._books_closed,
-            self._worker_failed,
-            context.summaries.of_steps(),
-        )
         self._master = Master(
             context.job,
             context.network,
             context.folder,
-            self._crew.first.worker.towers.model,
+            model,
             events=context.records.events("master"),
             log=context.records.log("master"),
             clock=context.clock,
@@ -262,43 +260,78 @@ class MasterRole(Role):
             patience=context.patience,
             connect_timeout_s=context.connect_timeout_s,
         )
+        self._thread = threading.Thread(target=self._keep, name="books", daemon=True)
 
-    def run(self) -> None:
-        books = threading.Thread(target=self._keep_books, name="books", daemon=True)
-        books.start()
-        try:
-            if self._context.begins_at_once or self._is_opened():
-                self._crew.run()
-        finally:
-            books.join()
-        for error in self._failures[1:]:
-            self._master.log.error("failed as well", exc_info=error)
-        if self._failures:
-            raise self._failures[0]
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def wait_until_opened(self) -> bool:
+        """False: it came to nothing."""
+        while not self._master.opened.wait(REPORT_EVERY_S) and not self.closed.is_set():
+            continue
+        return not self.closed.is_set()
 
     def progress(self) -> Progress:
         seen = self._seen
         return {
-            **self._crew.progress(),
             "opened": bool(seen),
             "version": max((status.version for status in seen), default=0),
             "staleness": mean([n for status in seen for n in status.staleness]),
         }
 
-    def _keep_books(self) -> None:
+    def _keep(self) -> None:
         try:
             self._master.run()
         except Exception as error:
             self._master.log.error("the books cannot be kept", exc_info=error)
-            self._failures.append(error)
+            self._failed(error)
         finally:
-            self._books_closed.set()  # also where a server is away that could tell rank 0
+            self.closed.set()  # also where a server is away that could tell rank 0
 
-    def _is_opened(self) -> bool:
-        """Waits for it; False: it came to nothing."""
-        while not self._master.opened.wait(REPORT_EVERY_S) and not self._books_closed.is_set():
-            continue
-        return not self._books_closed.is_set()
+    def _look(self, statuses: Sequence[Status]) -> None:
+        self._seen = statuses
+        staleness = [number for status in statuses for number in status.staleness]
+        self._watch(statuses[0].version, staleness)
+
+
+class MasterRole(Role):
+    """The run's books in a thread of their own, and in this one the training of rank 0, with that
+    of its crew. It fails with what failed first; no worker has failed once the run is being stopped
+    or is over."""
+
+    def __init__(self, context: Context, index: int) -> None:
+        assert context.folder is not None and context.summaries is not None
+        self._context = context
+        self._folder = context.folder
+        self._failures: list[BaseException] = []
+        closed = threading.Event()
+        self._crew = Crew(
+            context,
+            context.job.crew(0),
+            closed,
+            self._worker_failed,
+            context.summaries.of_steps(),
+        )
+        model = self._crew.first.worker.towers.model
+        self._books = Books(context, model, closed, self._failures.append, context.summaries.watch)
+
+    def run(self) -> None:
+        self._books.start()
+        try:
+            if self._context.begins_at_once or self._books.wait_until_opened():
+                self._crew.run()
+        finally:
+            self._books.join()
+        for error in self._failures[1:]:
+            self._context.records.log("master").error("failed as well", exc_info=error)
+        if self._failures:
+            raise self._failures[0]
+
+    def progress(self) -> Progress:
+        return {**self._crew.progress(), **self._books.progress()}
 
     def _worker_failed(self, role: WorkerRole, error: StepError) -> None:
         is_late = self._context.stop.is_set() or self._folder.state.exists()
@@ -307,11 +340,6 @@ class MasterRole(Role):
         if not is_late:
             self._failures.append(error)
             self._context.stop.set()  # the books end with a checkpoint of what there is
-
-    def _look(self, statuses: Sequence[Status]) -> None:
-        self._seen = statuses
-        staleness = [number for status in statuses for number in status.staleness]
-        self._watch(statuses[0].version, staleness)
 
 
 class EvaluatorRole(Role):

@@ -61,7 +61,7 @@ class Child:
         data = os.open(folder / "data", os.O_CREAT | os.O_RDWR)
         lock = os.open(folder, os.O_RDONLY)
         with theirs, self.log.open("wb") as log:
-            given = (theirs.fileno(), data, lock, log.fileno())
+            given = (theirs.fileno(), data, lock, log.fileno(), log.fileno())
             self.running = server.spawn(command, role_environment(), given)
         os.close(data)
         os.close(lock)

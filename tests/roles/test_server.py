@@ -308,9 +308,9 @@ def test_lock_free_eight_sessions_apply_every_gradient_exactly_once(
         seen: list[list[float]] = [[] for _ in range(num_sessions)]
         for session, updater in enumerate(r.shard.updaters):
 
-            def write_down(values, mask, version, s=session, step=updater._step) -> None:  # type: ignore[no-untyped-def]
+            def write_down(values, mask, *more, s=session, step=updater._step) -> None:  # type: ignore[no-untyped-def]
                 seen[s].append(values[2 * s + 1].item())
-                step(values, mask, version)
+                step(values, mask, *more)
 
             updater._step = write_down  # type: ignore[method-assign]
 

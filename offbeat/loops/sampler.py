@@ -1,0 +1,40 @@
+"""Each worker's share of a dataset, for a DataLoader in a script of the user's."""
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler as TorchSampler
+
+from offbeat.loops.distribute import rank, world_size
+from offbeat.randomness import make_generator
+
+
+class Sampler(TorchSampler[int]):
+    """Disjoint shares that together are everything; in a new order every epoch, which depends on
+    nothing but `seed`, the rank and the number of the epoch.
+
+        loader = DataLoader(data, batch_size=64, sampler=offbeat.Sampler(data))
+
+    Epochs count by themselves; `set_epoch` says which one is next.
+    """
+
+    def __init__(self, data: Sized, *, shuffle: bool = True, seed: int = 0) -> None:
+        self._data = data
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(rank(), len(self._data), world_size()))
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        if not self._shuffle:
+            return iter(range(rank(), len(self._data), world_size()))
+        shuffled = make_generator(self._seed, "shares")
+        part = torch.randperm(len(self._data), generator=shuffled)[rank() :: world_size()]
+        own = make_generator(self._seed, "order", rank(), epoch)
+        return iter(part[torch.randperm(len(part), generator=own)].tolist())

@@ -1,0 +1,97 @@
+"""What scripts call, outside of any run."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import offbeat
+from offbeat.errors import ConfigError
+from offbeat.loops import place
+from offbeat.loops.description import Description, describe_loop, options_of
+from offbeat.loops.sampler import Sampler
+from offbeat.optim import numbers_of, with_numbers
+from offbeat.run.rundir import RunFolder
+
+
+def test_outside_of_a_run_the_optimizer_is_what_it_was() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert offbeat.distribute(model, optimizer) is optimizer
+    assert type(optimizer) is torch.optim.Adam
+    assert (offbeat.rank(), offbeat.world_size(), offbeat.is_master()) == (0, 1, True)
+    offbeat.log(loss=1.0)
+    with pytest.raises(ConfigError, match="takes loss, not accuracy"):
+        offbeat.log(accuracy=1.0)
+
+
+def test_outside_of_a_run_a_state_is_its_values() -> None:
+    state = offbeat.State(epoch=0, best=None)
+    state.keep(epoch=3)
+    assert (state.epoch, state.best) == (3, None)
+    with pytest.raises(AttributeError, match="has no 'worst'"):
+        _ = state.worst
+    with pytest.raises(ConfigError, match="name it where State is made"):
+        state.keep(worst=1)
+
+
+OPTIMIZERS = [
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.NAdam,
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_description_comes_back_from_its_file(kind: type, tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    groups = [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 0.5}]
+    made = describe_loop(model, kind(groups, lr=torch.tensor(0.25)))
+    folder = RunFolder(tmp_path)
+    made.write(folder)
+    found = Description.read(folder)
+    assert found == made
+    assert [table["lr"] for table in found.optimizer.tables] == [0.25, 0.5]
+    names = [spec.name for spec in found.manifest.tensors]
+    assert [found.optimizer.members.get(name) for name in names] == [0, 1, None, None]
+
+
+def test_numbers_travel_and_the_rest_stays() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9), amsgrad=True)
+    options = options_of(optimizer, optimizer.param_groups[0])
+    numbers = numbers_of(options)
+    changed = with_numbers(options, [number / 2 for number in numbers])
+    assert changed["lr"] == 0.05 and changed["betas"] == (0.4, 0.45) and changed["amsgrad"] is True
+    assert "foreach" not in options and "params" not in options
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -> None:
+    monkeypatch.setattr("offbeat.loops.sampler.rank", lambda: rank)
+    monkeypatch.setattr("offbeat.loops.sampler.world_size", lambda: count)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_shares_are_disjoint_and_cover_everything(
+    shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = list(range(23))
+    seen: list[int] = []
+    for rank in range(3):
+        as_rank(monkeypatch, rank, 3)
+        sampler = Sampler(data, shuffle=shuffle)
+        first, second = (torch.cat(list(DataLoader(data, 4, sampler=sampler))) for _ in range(2))
+        assert len(sampler) == len(first)
+        assert sorted(first.tolist()) == sorted(second.tolist())
+        assert torch.equal(first, second) != shuffle
+        sampler.set_epoch(0)
+        assert list(sampler) == first.tolist()
+        seen += first.tolist()
+    assert sorted(seen) == data
+
+
+def test_nobody_is_in_a_run_here() -> None:
+    assert place.here is None

@@ -1,0 +1,248 @@
+"""Scripts of a user's own, launched: what they come to, and what becomes of them when somebody
+dies."""
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.api import Result
+from offbeat.engines.forkserver import ForkServer, fork_server
+from offbeat.errors import ConfigError, RoleError
+from offbeat.launching import launch, relaunch
+
+HEAD = """
+import sys
+import torch
+from torch import nn
+import offbeat
+
+torch.set_num_threads(1)
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+def batches(count):
+    generator = torch.Generator().manual_seed(offbeat.rank())
+    for number in range(count):
+        x = torch.randn(8, 6, generator=generator)
+        yield x, x[:, :3].argmax(1)
+
+def compute(model, batch):
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    return loss
+"""
+
+WITH_EVERYTHING = (
+    HEAD
+    + """
+model = make_model()
+weights, others = [p for p in model.parameters() if p.dim() > 1], [
+    p for p in model.parameters() if p.dim() == 1
+]
+groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
+optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.99))
+early = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+optimizer = offbeat.distribute(model, optimizer)
+late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+seen = []
+optimizer.register_step_post_hook(lambda *of_torch: seen.append(1))
+for number, batch in enumerate(batches(24)):
+    loss = compute(model, batch)
+    if number % 2:  # two batches make a step
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        early.step()
+        late.step()
+        assert model[0].weight.grad is not None
+        optimizer.zero_grad()
+assert len(seen) == 12 and isinstance(optimizer, torch.optim.AdamW)
+if offbeat.is_master():
+    torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
+WITH_A_CLOSURE = (
+    HEAD
+    + """
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+optimizer = offbeat.distribute(model, optimizer)
+for batch in batches(10):
+    loss = optimizer.step(lambda: compute(model, batch))  # gradients are never set to zero
+    assert loss.item() > 0
+    optimizer.param_groups[0]["momentum"] *= 0.9
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
+IN_EPOCHS = (
+    HEAD
+    + """
+model = make_model()
+optimizer = offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+state = offbeat.State(epoch=0, seen=torch.zeros(2))
+print("begins with epoch", state.epoch, state.seen.tolist(), flush=True)
+for epoch in range(state.epoch, 6):
+    for batch in batches(10):
+        compute(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    state.keep(epoch=epoch + 1, seen=state.seen + 1)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer | None]:
+    with fork_server("local") as server:
+        yield server
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def run(
+    folder: Path, text: str, *arguments: str, forks: ForkServer | None, **options: Any
+) -> Result:
+    options = {"run_dir": str(folder / "run"), "workers": 1, "threads": 1, **options}
+    said: list[str] = []
+    return launch(write(folder, text), arguments, options, say=said.append, forks=forks)
+
+
+def alone(folder: Path, text: str, *arguments: str) -> None:
+    """As `python train.py` would, without a process's start."""
+    threads, argv = torch.get_num_threads(), sys.argv
+    file = write(folder, text)
+    sys.argv = [file, *arguments]
+    try:
+        runpy.run_path(file, run_name="__main__")
+    finally:
+        sys.argv = argv
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("script", [WITH_EVERYTHING, WITH_A_CLOSURE])
+def test_one_worker_comes_to_what_the_script_alone_does(
+    script: str, servers: int, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    alone(tmp_path, script, str(tmp_path / "alone.pt"))
+    run(tmp_path, script, str(tmp_path / "one.pt"), servers=servers, forks=forks)
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "one"))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+    kept = offbeat.load(tmp_path / "run")
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("discipline", ["sync", "lock-free", "bounded:1", "reply-apply"])
+def test_every_gradient_of_several_workers_is_in(
+    discipline: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    result = run(tmp_path, IN_EPOCHS, workers=3, servers=2, discipline=discipline, forks=forks)
+    assert result.summary["status"] == "finished"
+    assert result.summary["gradients"] == 180
+    for shard in result.summary["kept"]:
+        assert shard["applied"] == shard["gradients"] == 180
+    assert result.summary["updates"] == (60 if discipline == "sync" else 180)
+    assert "begins with epoch 0" in (tmp_path / "run" / "logs" / "worker-1.log").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_dies_goes_on_where_it_was(
+    rank: int, tmp_path: Path, forks: ForkServer | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kills = f"{rank}@35"
+    result = run(tmp_path, IN_EPOCHS, workers=2, servers=2, kill_worker=kills, forks=forks)
+    assert result.summary["restarts"] == 1
+    for shard in result.summary["kept"]:
+        assert shard["applied"] == shard["gradients"] == 120
+    log = tmp_path / "run" / "logs" / "worker-1.log"
+    shown = log.read_text() if rank else capfd.readouterr().out
+    assert "begins with epoch 0 [0.0, 0.0]" in shown
+    assert "begins with epoch 3 [3.0, 3.0]" in shown
+
+
+def test_a_script_that_keeps_nothing_goes_through_its_loop_again(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    result = run(tmp_path, WITH_A_CLOSURE, "x.pt", workers=2, kill_worker="1@6", forks=forks)
+    (shard,) = result.summary["kept"]
+    assert shard["applied"] == shard["gradients"] == 20
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, forks: ForkServer | None) -> None:
+    """Its script stops by itself, as one that a batch system's limit ends would."""
+    text = IN_EPOCHS.replace(
+        "    state.keep(", '    if not epoch % 4: open("x").close()\n    state.keep('
+    )
+    with pytest.raises(RoleError, match=r"failed at step 10: .*FileNotFoundError"):
+        run(tmp_path, text, checkpoint_every=10, forks=forks)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    write(tmp_path, IN_EPOCHS)
+    result = relaunch(tmp_path / "run", {}, say=lambda line: None, forks=forks)
+    assert result.summary["status"] == "finished"
+    (shard,) = result.summary["kept"]
+    assert shard["applied"] == shard["gradients"] == 60
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import offbeat", "without a call of offbeat.distribute"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (HEAD + "offbeat.distribute(make_model(), None)", "takes one of torch's optimizers"),
+        (
+            HEAD + "m = make_model()\no = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)\n"
+            "offbeat.distribute(m, o)",
+            "a parameter that is not the model's",
+        ),
+        (
+            HEAD + "m = make_model()\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+            "offbeat.distribute(m, o)\no.add_param_group({'params': []})",
+            "has its parameter groups from the start",
+        ),
+        (
+            HEAD + "m = make_model()\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+            "offbeat.distribute(m, o)\noffbeat.distribute(m, o)",
+            "distribute was called before",
+        ),
+        (HEAD + "offbeat.State(epoch=0)", "comes after offbeat.distribute"),
+    ],
+    ids=["no call", "exit", "no optimizer", "another model", "a late group", "twice", "early"],
+)
+def test_what_cannot_be_done_is_said_in_a_line(
+    text: str, says: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    with pytest.raises(RoleError, match=says):
+        run(tmp_path, text, forks=forks)
+
+
+def test_ranks_that_train_different_models_are_told_so(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    text = HEAD + (
+        "m = nn.Linear(3, 2 + offbeat.rank())\n"
+        "o = offbeat.distribute(m, torch.optim.SGD(m.parameters(), lr=0.1))\n"
+    )
+    with pytest.raises(RoleError, match=r"worker 1 failed.*weight \[2, 3\].*weight \[3, 3\]"):
+        run(tmp_path, text, workers=2, forks=forks)
+
+
+def test_there_has_to_be_a_script_or_a_launched_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no script"):
+        launch(str(tmp_path / "none.py"), [], {}, say=lambda line: None)
+    assert not (tmp_path / "runs").exists()
