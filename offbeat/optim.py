@@ -142,9 +142,7 @@ class Optimizer:
     @property
     def is_plain_sgd(self) -> bool:
         """Whether an update is nothing but params -= lr * gradient."""
-        tables = [self.options, *self.groups.values()]
-        extras = [value for t in tables for key, value in t.items() if key != "lr"]
-        return self.kind == "SGD" and not any(extras)
+        return self.kind == "SGD" and is_plain_sgd([self.options, *self.groups.values()])
 
     def with_lr(self, lr: float) -> "Optimizer":
         return dataclasses.replace(self, options={**self.options, "lr": lr})
@@ -255,6 +253,12 @@ def schedule_name(schedule: Schedule) -> str:
     if isinstance(schedule, _Made):
         return repr(schedule)
     return str(getattr(schedule, "__name__", type(schedule).__name__))
+
+
+def is_plain_sgd(tables: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether these options ask SGD for nothing else than a learning rate."""
+    extras = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    return not any(table.get(name) for table in tables for name in extras)
 
 
 def numbers_of(options: Mapping[str, Any]) -> list[float]:

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from offbeat.accounts import Accounts
 from offbeat.flat import Manifest
-from offbeat.optim import SCALARS, Optimizer, Schedule, constant, with_numbers
+from offbeat.optim import (
+    SCALARS,
+    Optimizer,
+    Schedule,
+    constant,
+    is_plain_sgd,
+    with_numbers,
+)
 from offbeat.rules import Gradient, Mean, Rule
 from offbeat.streams import make_mark
 
@@ -295,33 +302,35 @@ class Updater:
     ) -> None:
         if mask is not None and not self.split:
             self._split()
-        if rates is not None:
-            self._step_at(values, mask, rates.tolist())
-            return
-        scale = self.shard.schedule(version - 1, self.shard.total_updates)
-        if self.stateless and mask is None and len(self.aliases) == 1:  # the most common case
-            self.shard.params.add_(values, alpha=-self._base_lrs[0] * scale)
+        if rates is None:
+            scale = self.shard.schedule(version - 1, self.shard.total_updates)
+            lrs = [base * scale for base in self._base_lrs]
+            is_plain = self.stateless
+        else:
+            lrs = self._take_options(rates.tolist())
+            is_plain = self.stateless and is_plain_sgd(self.optimizer.param_groups)
+        if is_plain and mask is None and len(self.aliases) == 1:  # the most common case
+            self.shard.params.add_(values, alpha=-lrs[0])
             return
         present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
-        if self.stateless:
-            lrs = dict(zip(self._group_indices, self._base_lrs, strict=True))
+        if is_plain:
+            by_group = dict(zip(self._group_indices, lrs, strict=True))
             for alias in present:
-                lr = lrs[alias.segments[0].group] * scale
+                lr = by_group[alias.segments[0].group]
                 alias.view.add_(values[alias.lo : alias.hi], alpha=-lr)
             return
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * scale
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
         self._step_with(values, present)
 
-    def _step_at(self, values: Tensor, mask: Sequence[bool] | None, rates: list[float]) -> None:
-        """With the options that a worker's own optimizer has at this step."""
+    def _take_options(self, rates: list[float]) -> list[float]:
+        """Those that a worker's own optimizer has at this step; returns the learning rates."""
         numbers = iter(rates)
         tables = [with_numbers(options, numbers) for options in self.shard.optimizer.tables]
-        for group, index in zip(self.optimizer.param_groups, self._group_indices, strict=True):
+        groups = self.optimizer.param_groups
+        for group, index in zip(groups, self._group_indices, strict=True):
             group.update(tables[index])
-        self._step_with(
-            values, [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
-        )
+        return [group["lr"] for group in groups]
 
     def _step_with(self, values: Tensor, present: "Sequence[_Alias]") -> None:
         for alias in self.aliases:

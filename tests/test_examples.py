@@ -49,6 +49,16 @@ def test_a_discipline_of_ones_own_from_the_shell(run_dir: Path) -> None:
     assert summary["staleness"]["max"] == 0
 
 
+def test_own_loop_is_launched_and_goes_on_after_a_death(run_dir: Path) -> None:
+    flags = ["--workers", "2", "--servers", "2", "--kill-worker", "1@30", "--run-dir", str(run_dir)]
+    script = [str(EXAMPLES / "own_loop.py"), "--epochs", "2", "--data", "fashion-mnist-sample"]
+    assert main(["launch", "--quiet", *flags, *script, "--batch-size", "200"]) == 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["restarts"] == 1
+    assert [shard["applied"] for shard in summary["kept"]] == [100, 100], "2 epochs of 50 batches"
+    assert summary["final_cost"] < 1.5
+
+
 def test_own_model_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "own_model.py"],

@@ -71,15 +71,16 @@ def describe_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Descrip
 
 def options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     """Of a parameter group what its class was told, as plain values."""
+    return {name: plain(group[name]) for name in option_names(optimizer) if name in group}
+
+
+def option_names(optimizer: torch.optim.Optimizer) -> list[str]:
     known = inspect.signature(type(optimizer).__init__).parameters
-    return {
-        name: _plain(value)
-        for name, value in group.items()
-        if name in known and name not in ("params", *NOT_OPTIONS)
-    }
+    return [name for name in known if name not in ("self", "params", *NOT_OPTIONS)]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON has it."""
     if isinstance(value, torch.Tensor):
         return value.item()
     return list(value) if isinstance(value, tuple) else value

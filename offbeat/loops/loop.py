@@ -17,7 +17,7 @@ import torch
 
 from offbeat.errors import ConnectionClosedError, ModelError
 from offbeat.flat import FlatModel
-from offbeat.loops.description import Description, describe_loop, options_of
+from offbeat.loops.description import Description, describe_loop, option_names, plain
 from offbeat.loops.job import make_loop_job
 from offbeat.loops.place import Place
 from offbeat.optim import numbers_of
@@ -43,6 +43,8 @@ class Loop:
     ) -> None:
         self._place = place
         self._optimizer = optimizer
+        groups = optimizer.param_groups
+        self._options = [name for name in option_names(optimizer) if name in groups[0]]
         description = describe_loop(model, optimizer)
         self._agree(description)
         self._job = make_loop_job(place.config, description)
@@ -158,7 +160,7 @@ class Loop:
         numbers = [
             number
             for group in self._optimizer.param_groups
-            for number in numbers_of(options_of(self._optimizer, group))
+            for number in numbers_of({name: plain(group[name]) for name in self._options})
         ]
         if len(numbers) != self._job.num_rates:
             raise ModelError(
