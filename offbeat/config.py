@@ -127,6 +127,15 @@ class TrainConfig:
     lr: float | None = _option(
         None, number, "learning rate, before the recipe's schedule (default: the recipe's)"
     )
+    clip_norm: float | None = _option(
+        None,
+        number,
+        "scale a gradient down where its norm, over all parameters, is above this; in sync the "
+        "mean of a round's",
+    )
+    clip_value: float | None = _option(
+        None, number, "bring the elements of a gradient that are further from zero to this"
+    )
     fused: bool = _option(
         False,
         yes_or_no,
@@ -269,6 +278,11 @@ class TrainConfig:
         return self.chosen.label + rule
 
     @property
+    def merges(self) -> bool:
+        """Whether an update may be made out of several gradients."""
+        return self.chosen.kind.merges and self.workers > 1
+
+    @property
     def num_towers(self) -> int:
         return len(self.devices.split(",")) if self.devices else 1
 
@@ -295,18 +309,20 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
         if config.threads is not None and config.threads > MAX_THREADS:
             raise ConfigError(f"threads must be at most {MAX_THREADS}, not {config.threads}")
-        for name in ("lr", "worker_timeout"):
+        for name in ("lr", "worker_timeout", "clip_norm", "clip_value"):
             value = getattr(config, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be above 0, not {value:g}")
-        if config.lr == math.inf:
-            raise ConfigError("lr must be finite")
+        for name in ("lr", "clip_norm", "clip_value"):
+            if getattr(config, name) == math.inf:
+                raise ConfigError(f"{name} must be finite")
         if config.steps is not None and config.epochs is not None:
             raise ConfigError("steps and epochs both say how long to train: give one of the two")
         if config.device is not None and config.devices is not None:
             raise ConfigError("device and devices both say where to compute: give one of the two")
         if config.device is not None and "," in config.device:
             raise ConfigError(f"several devices are given by devices, as --devices {config.device}")
+        _check_clipping(config)
         _check_injected(config)
         return config
 
@@ -424,6 +440,17 @@ def _by_rank(name: str, value: str | None, form: str, example: str) -> dict[int,
             raise ConfigError(f"{name} must be of the form {example}, not {part.strip()!r}")
         found[int(match[1])] = match[2]
     return found
+
+
+def _check_clipping(config: TrainConfig) -> None:
+    if config.clip_norm is not None and config.clip_value is not None:
+        raise ConfigError("clip_norm and clip_value both clip gradients: give one of the two")
+    if config.clip_norm is not None and config.merges and config.servers > 1:
+        raise ConfigError(
+            f"clip_norm needs the norm of all of an update's gradient, and under "
+            f"{config.chosen.kind.name} each of the {config.servers} servers has a slice of it: "
+            f"--servers 1, an asynchronous discipline, or --clip-value"
+        )
 
 
 def _check_injected(config: TrainConfig) -> None:

@@ -21,8 +21,9 @@ Where the discipline is not `locked`, pushes of different workers may come from 
 the same time: what they change here is each worker's own. Who comes and goes is told one at a time.
 """
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +69,14 @@ class PushRecord:
     replied_s: float | None = None
     is_settled: bool = False
     """The worker's account has it."""
+    norm: Callable[[], float] | None = None
+    """Tells the norm of what its update was made with, before the server clipped that."""
 
     def event_line(self, shard: int) -> str:
         """Its event. There are more of them than of any other, so that it is not put together by
         json."""
         version, staleness = self.version, self.staleness
+        norm = "" if self.norm is None else f', "norm": {number(self.norm())}'
         return (
             f'{{"kind": "push", "shard": {shard}, "worker": {self.worker}, '
             f'"incarnation": {self.incarnation}, "sequence": {self.sequence}, '
@@ -81,7 +85,7 @@ class PushRecord:
             f'"staleness": {"null" if staleness is None else staleness}, '
             f'"mixed": {"true" if self.mixed else "false"}, '
             f'"received_s": {self.received_s:.6f}, "applied_s": {_seconds(self.applied_s)}, '
-            f'"replied_s": {_seconds(self.replied_s)}}}'
+            f'"replied_s": {_seconds(self.replied_s)}{norm}}}'
         )
 
 
@@ -318,6 +322,11 @@ def cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:
             return actions[:index], actions[index:]
         replied = replied or isinstance(action, Reply)
     return actions, ()
+
+
+def number(value: float) -> str:
+    """As JSON has it, which knows no NaN."""
+    return repr(value) if math.isfinite(value) else "null"
 
 
 def _seconds(value: float | None) -> str:

@@ -1,9 +1,9 @@
-"""What the CPU wants to know of a step that a device computes: its loss, and whether its gradient
-is usable.
+"""What the CPU wants to know of a step that a device computes: its loss, whether its gradient is
+usable, and where it was clipped by its norm what that was.
 
-Both are worked out by the device, behind the gradient, and come over by themselves: nobody asks for
-a number, which would stop everything until it is there. Before a gradient is pushed its worker
-waits for the device once, and then they are here as well. towers.py has one:
+All of it is worked out by the device, behind the gradient, and comes over by itself: nobody asks
+for a number, which would stop everything until it is there. Before a gradient is pushed its worker
+waits for the device once, and then it is here as well. towers.py has one:
 
     reading.take(loss, gradient)     # told to the device, as a part of the step
     reading.sent()
@@ -22,13 +22,17 @@ class Reading:
     """`device`: where losses and gradients are."""
 
     def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.zeros(2, pin_memory=device.type == "cuda")
+        numbers = torch.zeros(3, pin_memory=device.type == "cuda")
+        self._numbers, self._norm = numbers[:2], numbers[2]
         self._mark = make_mark(device)
 
     def take(self, loss: Tensor, gradient: Tensor) -> None:
         """As `shard.usable` does, of the gradient the square of its norm."""
         squares = torch.dot(gradient, gradient)
         self._numbers.copy_(torch.stack([loss.float(), squares]), non_blocking=True)
+
+    def take_norm(self, norm: Tensor) -> None:
+        self._norm.copy_(norm, non_blocking=True)
 
     def sent(self) -> None:
         """Nothing more is told that `wait` has to wait for."""
@@ -39,3 +43,8 @@ class Reading:
         self._mark.wait()
         loss, squares = self._numbers.tolist()
         return loss, math.isfinite(squares)
+
+    @property
+    def norm(self) -> float:
+        """What was taken of it, after `wait`."""
+        return self._norm.item()

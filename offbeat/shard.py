@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.accounts import Accounts
+from offbeat.clipping import Arriving, Clip
 from offbeat.flat import Manifest
 from offbeat.optim import (
     SCALARS,
@@ -113,7 +114,10 @@ class Shard:
         fused: bool = False,
         floats: Tensor | None = None,
         ints: Tensor | None = None,
+        clip: Clip | None = None,
     ) -> None:
+        """`clip`: what makes the gradient of an update smaller where it is too large; None: its
+        worker has seen to that, or nobody has to."""
         self.params = params
         self.segments = list(segments)
         self.optimizer = optimizer
@@ -123,6 +127,7 @@ class Shard:
         self.ema = params.clone() if ema_decay is not None else None
         self.rule = rule or Mean()
         self.fused = fused
+        self.clip = clip
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
         self.updaters: list[Updater] = []
@@ -244,6 +249,8 @@ class Updater:
         """After its last update."""
         self._out = torch.empty_like(shard.params)
         """Where the rule may write; untouched it takes no memory."""
+        self.norm: Arriving | None = None
+        """That of the last update's gradient before it was clipped, where that had to be known."""
         if shared and not self.stateless:
             self._share_state()
         if state:
@@ -256,7 +263,8 @@ class Updater:
         self.num_begun += 1
         staleness = [version - 1 - gradient.base_version for gradient in gradients]
         values = shard.rule(gradients, staleness, shard.params, self._out)
-        self._step(values, _joint_mask(gradients), version, gradients[0].rates)
+        mask = _joint_mask(gradients)
+        self._step(self._clipped(values, mask), mask, version, gradients[0].rates)
         if shard.ema is not None and shard.ema_decay is not None:
             decay = min(shard.ema_decay, (1 + version) / (10 + version))
             shard.ema.lerp_(shard.params, 1 - decay)
@@ -264,6 +272,15 @@ class Updater:
         self.mark.set()
         self.num_finished += 1
         return version
+
+    def _clipped(self, values: Tensor, mask: Sequence[bool] | None) -> Tensor:
+        """Not in place: `values` may be a worker's."""
+        shard = self.shard
+        if shard.clip is None:
+            return values
+        norm = shard.clip(values, self._out, mask)
+        self.norm = None if norm is None else Arriving(norm)
+        return self._out
 
     @property
     def num_done(self) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.capture import RECORDINGS, Captured, Recorder, torch_draws
+from offbeat.clipping import Clip
 from offbeat.compiling import Compiled, Loss
 from offbeat.data.batches import Batch, batch_length, map_tensors
 from offbeat.errors import ConfigError, RecipeError
@@ -79,10 +80,12 @@ class Towers:
         tell: Callable[[str], None] = lambda line: None,
         compiled: Compiled | None = None,
         slot_device: torch.device = CPU,
+        clip: Clip | None = None,
     ) -> None:
         """`slot_device`: where slots lie. `staging`: None: the one for these devices.
         `make_recorder`: what captures the steps of the tower on a device, if anything; `tell` says
-        where that cannot be. `compiled`: what has losses compiled, if anything."""
+        where that cannot be. `compiled`: what has losses compiled, if anything. `clip`: what makes
+        too large a gradient smaller, if anything."""
         self.models = list(models)
         self.devices = list(devices)
         self.model = self.models[0]
@@ -91,7 +94,12 @@ class Towers:
         self._amp = amp
         self._is_plain = self.devices == [slot_device]
         """Parameters arrive in the model's own."""
-        self._gathers = not (self._is_plain and slot_device == CPU)
+        self._clip = clip
+        self.norm: float | None = None
+        """That of the last step's gradient before it was clipped, after `wait`; None: nobody had to
+        know."""
+        is_in_slots = self._is_plain and slot_device == CPU
+        self._gathers = not is_in_slots or clip is not None
         """Gradients are gathered in memory that is the same every time."""
         self._gate = RECORDINGS.make_gate()
         self._generators = {device: torch.Generator(device) for device in self._gpus}
@@ -112,17 +120,22 @@ class Towers:
         """Where the last gradient was written."""
         self._reading = Reading(self.devices[0]) if self._gathers else None
         self._staging = staging or make_staging(self.devices, slot_device)
-        if self._is_plain and slot_device == CPU:
-            self.landing = self.model.params
-            """Where the servers' parameters arrive."""
-            return
+        self.landing = self.model.params
+        """Where the servers' parameters arrive."""
+        if not is_in_slots:
+            self._move(slot_device)
+        self._gradients: list[Tensor] = []
+        if self._gathers:
+            self._gradients = [torch.empty_like(model.params) for model in self.models]
+        if self._is_plain and not is_in_slots:
+            self.gradient = self._gradients[0]
+
+    def _move(self, slot_device: torch.device) -> None:
+        """Every model to its device."""
         landing = self.model.params.to(slot_device, copy=True)
         for model, device in zip(self.models, self.devices, strict=True):
             model.move(device)
         self.landing = self.model.params if self._is_plain else landing
-        self._gradients = [torch.empty_like(model.params) for model in self.models]
-        if self._is_plain:
-            self.gradient = self._gradients[0]
 
     @property
     def first_device(self) -> torch.device:
@@ -309,6 +322,23 @@ class Towers:
                 self.models, self._gradients, self._taken, strict=True
             )
         ]
+        joint = present[0] if len(present) == 1 else [any(c) for c in zip(*present, strict=True)]
+        total = self._mean_of_towers()
+        if len(self.models) > 1 or self._taken[0] is None:
+            loss = torch.stack([value.to(total.device) for value in self._losses]).sum()
+            self._reading.take(loss, total)
+        if self._clip is not None and (norm := self._clip(total, total, joint)) is not None:
+            self._reading.take_norm(norm)
+        if slices[0].data_ptr() != total.data_ptr():  # which was lent to the slots
+            lo = 0
+            for piece in slices:
+                self._staging.download(total[lo : lo + piece.numel()], piece)
+                lo += piece.numel()
+        self._reading.sent()
+        return joint
+
+    def _mean_of_towers(self) -> Tensor:
+        """The gradients of all parts as one, in the place of the first."""
         total = self._gradients[0]
         if len(self.models) > 1:
             total.mul_(self._weights[0])
@@ -317,18 +347,7 @@ class Towers:
                     # to the CPU only what has arrived can be added
                     arrived = gradient.to(total.device, non_blocking=total.is_cuda)
                     total.add_(arrived, alpha=weight)
-        if len(self.models) > 1 or self._taken[0] is None:
-            loss = torch.stack([value.to(total.device) for value in self._losses]).sum()
-            self._reading.take(loss, total)
-        if slices[0].data_ptr() != total.data_ptr():  # which was lent to the slots
-            lo = 0
-            for piece in slices:
-                self._staging.download(total[lo : lo + piece.numel()], piece)
-                lo += piece.numel()
-        self._reading.sent()
-        if len(present) == 1:
-            return present[0]
-        return [any(column) for column in zip(*present, strict=True)]
+        return total
 
     def wait(self) -> tuple[float, bool]:
         """Until the gradient is in its slices. The mean loss over all parts, and whether an
@@ -336,7 +355,9 @@ class Towers:
         if self._reading is None:
             return self.loss(), all(map(usable, self._slices))
         self._staging.done()
-        return self._reading.wait()
+        found = self._reading.wait()
+        self.norm = self._reading.norm if self._clip and self._clip.measures else None
+        return found
 
     def _precision(self, model: FlatModel) -> contextlib.AbstractContextManager[Any]:
         if not self._amp:

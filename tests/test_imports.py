@@ -22,7 +22,18 @@ LAYERS = [
     ["roles", "report"],
     ["run"],
     ["capture", "compiling", "data", "recipes", "towers", "transport"],
-    ["flat", "layers", "memory", "optim", "randomness", "reading", "rules", "shard", "streams"],
+    [
+        "clipping",
+        "flat",
+        "layers",
+        "memory",
+        "optim",
+        "randomness",
+        "reading",
+        "rules",
+        "shard",
+        "streams",
+    ],
     ["accounts", "config", "disciplines", "errors", "importing", "ledger", "plugins", "version"],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -87,6 +87,13 @@ def _figures(record: Record) -> Section:
         ("gradients that are in no checkpoint", str(totals.not_kept)),
         ("restarts", ", ".join(f"{who} at {short(s)} s" for s, who in record.restarts) or "0"),
     ]
+    if (clipped := record.clipped()) is not None:
+        rows.append(
+            (
+                f"gradients with a norm above {record.config['clip_norm']:g}, clipped",
+                percent(clipped),
+            )
+        )
     options = ("slow_worker", "kill_worker", "lr", "batch_size", "epochs", "steps", "split")
     rows += [
         (f"--{name.replace('_', '-')}", str(record.config[name]))

@@ -47,6 +47,8 @@ class WorkerRecord:
     examples: int = 0
     dropped: int = 0
     rejected: int = 0
+    norms: "array[float]" = field(default_factory=_floats)
+    """Of the gradients that were to be clipped by it, before they were."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Of its gradients that were applied, over all shards."""
     held_s: dict[int, float] = field(default_factory=dict)
@@ -69,6 +71,8 @@ class WorkerRecord:
         self.examples += examples
         self.dropped += event["outcome"] == "dropped"
         self.rejected += event["outcome"] == "rejected"
+        if event.get("norm") is not None:
+            self.norms.append(float(event["norm"]))
 
     def end_s(self, index: int) -> float:
         """When step number `index` was over."""
@@ -204,6 +208,8 @@ class Record:
             shard.at_s.append(received_s if applied_s is None else applied_s)
             shard.staleness.append(event["staleness"])
             worker.staleness[event["staleness"]] += 1
+            if event.get("norm") is not None:
+                worker.norms.append(float(event["norm"]))
 
     def _add_phase(self, event: dict[str, Any]) -> None:
         match event["phase"]:
@@ -247,6 +253,12 @@ class Record:
         for worker in self.workers.values():
             pooled.update(worker.staleness)
         return pooled
+
+    def clipped(self) -> float | None:
+        """The share of gradients whose norm was above --clip-norm; None: none was looked at."""
+        norms = [norm for worker in self.workers.values() for norm in worker.norms]
+        most = self.config.get("clip_norm")
+        return sum(norm > most for norm in norms) / len(norms) if norms and most else None
 
     @property
     def first_s(self) -> float:

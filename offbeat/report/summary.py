@@ -51,6 +51,7 @@ def summarise(path: Path) -> dict[str, Any]:
         "mixed_replies": record.mixed,
         "dropped": totals.dropped,
         "rejected": totals.rejected,
+        "clipped": record.clipped(),  # of those that were to be, where the norm says so
         "lost_updates": totals.lost_updates,
         "not_kept": totals.not_kept,
         "kept": [_kept_row(shard) for shard in record.kept()],

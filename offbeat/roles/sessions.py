@@ -268,12 +268,16 @@ class Sessions:
 
     def _make_update(self, updater: Updater, pushes: Sequence[Push]) -> None:
         """One update out of what these sessions pushed, written down together with it."""
+        records = self.ledger.take_part(pushes, self.shard.version)
         gradients = [
             gradient
-            for record in self.ledger.take_part(pushes, self.shard.version)
+            for record in records
             if (gradient := self._sessions[record.worker].gradient) is not None
         ]
         version = updater.apply(gradients) if gradients else None
+        if updater.norm is not None:
+            for record in records:
+                record.norm = updater.norm.value
         self.ledger.applied(pushes, version, self._clock())
 
     def _snapshot(self) -> ShardState:

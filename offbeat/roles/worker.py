@@ -24,6 +24,7 @@ import torch
 
 from offbeat.data.batches import Batch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
+from offbeat.ledger import number
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
@@ -55,6 +56,8 @@ class _Step:
     num_examples: int
     start_s: float
     loss: float = math.nan
+    norm: float | None = None
+    """Of the gradient before it was clipped, where that had to be known."""
     outcome: str = ""
     compute_s: float = 0.0
     prepare_s: float = 0.0
@@ -163,6 +166,7 @@ class Worker:
                     upcoming = self._prepare(batches, step)
                     self._forward_seed(self.step + 1)
                 step.loss, is_usable = self.towers.wait()
+                step.norm = self.towers.norm
                 self._check_loss(step.loss, batch)
                 self._faults.computed(start_s, prepare_s)
                 computed_s = self._clock()
@@ -294,9 +298,10 @@ class Worker:
 
 def _step_line(worker: int, step: _Step) -> str:
     """A step's event. There are many, so that it is not put together by json."""
+    norm = "" if step.norm is None else f', "norm": {number(step.norm)}'
     return (
         f'{{"kind": "step", "worker": {worker}, "step": {step.number}, "epoch": {step.epoch}, '
         f'"loss": {step.loss!r}, "examples": {step.num_examples}, "outcome": "{step.outcome}", '
         f'"start_s": {step.start_s:.6f}, "compute_s": {step.compute_s:.6f}, '
-        f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}}}'
+        f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}{norm}}}'
     )

@@ -6,9 +6,9 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
 
     push   by a server: shard, outcome (applied, dropped, rejected, duplicate), version, worker,
            incarnation, sequence, batch, base_version, staleness, mixed, received_s, applied_s,
-           replied_s
+           replied_s, and norm where the server clips (below)
     step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
-           exchange_s
+           exchange_s, and with --clip-norm the gradient's norm before it was clipped
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
            only the connection broke), version, seen_version, at_s
     score  by the evaluator: version, metric (null: NaN or infinite), count, at_s

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offbeat.capture import CapturedAugment, make_recorder
+from offbeat.clipping import Clip, ClipNorm, ClipValue
 from offbeat.compiling import Compiled, check_toolchain
 from offbeat.config import AUTO, BATCHING, OFF, TrainConfig
 from offbeat.data.batches import (
@@ -183,7 +184,15 @@ class Job:
             tell=tell,
             compiled=Compiled(self._batch_size, tell) if self.config.compile else None,
             slot_device=self.server_device,
+            clip=None if self.config.merges else self._make_clip(),
         )
+
+    def _make_clip(self) -> Clip | None:
+        """What makes too large a gradient smaller, where it is whole."""
+        config = self.config
+        if config.clip_norm is not None:
+            return ClipNorm(config.clip_norm, [spec.numel for spec in self.manifest.tensors])
+        return None if config.clip_value is None else ClipValue(config.clip_value)
 
     @functools.cached_property
     def server_device(self) -> torch.device:
@@ -233,6 +242,7 @@ class Job:
             fused=self.config.fused,
             floats=torch.zeros(layout.num_floats, device=layout.device),
             ints=torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
+            clip=self._make_clip() if self.config.merges else None,
         )
 
     def initial_state(self, index: int, model: FlatModel) -> ShardState:
