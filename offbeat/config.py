@@ -121,6 +121,11 @@ class TrainConfig:
     )
     steps: int | None = _option(None, whole, "gradients per worker, instead of --epochs")
     batch_size: int | None = _option(None, whole, "examples per gradient (default: the recipe's)")
+    accumulate: int = _option(
+        1,
+        whole,
+        "batches per gradient: their mean is what is pushed, as of one so many times as large",
+    )
     optimizer: str | None = _option(
         None, text, "the servers' optimizer instead of the recipe's", choices=OPTIMIZERS
     )
@@ -337,6 +342,7 @@ _LEAST = {
     "epochs": 1,
     "steps": 1,
     "batch_size": 1,
+    "accumulate": 1,
     "seed": 0,
     "threads": 1,
     "max_restarts": 0,

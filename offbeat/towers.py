@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.accumulation import Accumulation
 from offbeat.capture import RECORDINGS, Captured, Recorder, torch_draws
 from offbeat.clipping import Clip
 from offbeat.compiling import Compiled, Loss
@@ -81,11 +82,12 @@ class Towers:
         compiled: Compiled | None = None,
         slot_device: torch.device = CPU,
         clip: Clip | None = None,
+        accumulates: bool = False,
     ) -> None:
         """`slot_device`: where slots lie. `staging`: None: the one for these devices.
         `make_recorder`: what captures the steps of the tower on a device, if anything; `tell` says
         where that cannot be. `compiled`: what has losses compiled, if anything. `clip`: what makes
-        too large a gradient smaller, if anything."""
+        too large a gradient smaller, if anything. `accumulates`: steps are of several batches."""
         self.models = list(models)
         self.devices = list(devices)
         self.model = self.models[0]
@@ -95,11 +97,12 @@ class Towers:
         self._is_plain = self.devices == [slot_device]
         """Parameters arrive in the model's own."""
         self._clip = clip
+        self._accumulation = Accumulation()
         self.norm: float | None = None
         """That of the last step's gradient before it was clipped, after `wait`; None: nobody had to
         know."""
         is_in_slots = self._is_plain and slot_device == CPU
-        self._gathers = not is_in_slots or clip is not None
+        self._gathers = not is_in_slots or clip is not None or accumulates
         """Gradients are gathered in memory that is the same every time."""
         self._gate = RECORDINGS.make_gate()
         self._generators = {device: torch.Generator(device) for device in self._gpus}
@@ -310,24 +313,26 @@ class Towers:
             instead=self._generators.get(self.devices[number]),
         )
 
-    def take_gradient(self, slices: Sequence[Tensor]) -> list[bool]:
+    def accumulate(self, count: int) -> None:
+        """Keep what was computed last, on `count` examples, as a part of a step; the next to be
+        called is `compute`, for another batch of it."""
+        present, total = self._gather(), self._mean_of_towers()
+        self._accumulation.add(total, self._mean_loss(), present, count)
+
+    def take_gradient(self, slices: Sequence[Tensor], count: int = 1) -> list[bool]:
         """Write the mean gradient into `slices`, which together make up the flat vector, and let go
-        of it. Returns, for each tensor, whether it got one. The next to be called is `wait`."""
+        of it. Returns, for each tensor, whether it got one. The next to be called is `wait`.
+        `count`: examples of the last batch, where there were others before it."""
         self._slices = slices
         if self._reading is None:
             return self.model.take_gradient(slices)
-        present = [
-            model.take_gradient([gradient]) if taken is None else taken
-            for model, gradient, taken in zip(
-                self.models, self._gradients, self._taken, strict=True
-            )
-        ]
-        joint = present[0] if len(present) == 1 else [any(c) for c in zip(*present, strict=True)]
-        total = self._mean_of_towers()
-        if len(self.models) > 1 or self._taken[0] is None:
-            loss = torch.stack([value.to(total.device) for value in self._losses]).sum()
+        present, total = self._gather(), self._mean_of_towers()
+        if self._accumulation.is_begun:
+            loss, present = self._accumulation.close(total, self._mean_loss(), present, count)
             self._reading.take(loss, total)
-        if self._clip is not None and (norm := self._clip(total, total, joint)) is not None:
+        elif len(self.models) > 1 or self._taken[0] is None:
+            self._reading.take(self._mean_loss(), total)
+        if self._clip is not None and (norm := self._clip(total, total, present)) is not None:
             self._reading.take_norm(norm)
         if slices[0].data_ptr() != total.data_ptr():  # which was lent to the slots
             lo = 0
@@ -335,7 +340,20 @@ class Towers:
                 self._staging.download(total[lo : lo + piece.numel()], piece)
                 lo += piece.numel()
         self._reading.sent()
-        return joint
+        return present
+
+    def _gather(self) -> list[bool]:
+        """Every tower's gradient into its place; which tensors have one in any of them."""
+        present = [
+            model.take_gradient([gradient]) if taken is None else taken
+            for model, gradient, taken in zip(
+                self.models, self._gradients, self._taken, strict=True
+            )
+        ]
+        return present[0] if len(present) == 1 else [any(c) for c in zip(*present, strict=True)]
+
+    def _mean_loss(self) -> Tensor:
+        return torch.stack([value.to(self.first_device) for value in self._losses]).sum()
 
     def _mean_of_towers(self) -> Tensor:
         """The gradients of all parts as one, in the place of the first."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import batches_of, cross_entropy, make_plain_optimizer, toy_data, toy_job, toy_recipe
-from test_capture import Pretender
+from recording import Pretender
 from torch import nn
 
 import offbeat

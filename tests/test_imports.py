@@ -23,6 +23,7 @@ LAYERS = [
     ["run"],
     ["capture", "compiling", "data", "recipes", "towers", "transport"],
     [
+        "accumulation",
         "clipping",
         "flat",
         "layers",

@@ -48,6 +48,17 @@ class Share:
         return -(-len(range(num_examples)[self.part]) // self.batch_size)
 
 
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A batch, and its place in a worker's steps, each of which is of one batch or of several."""
+
+    epoch: int
+    batch: Batch
+    number: int
+    """Of the worker's batches, from 0."""
+    ends_step: bool
+
+
 class Source(ABC):
     """Where examples come from; one per dataset, used by all workers of a process."""
 
@@ -277,6 +288,21 @@ def prepared_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
     finally:
         over.set()
         thread.join()
+
+
+def grouped(items: Iterable[Item], count: int) -> Iterator[tuple[Item, bool]]:
+    """Each with whether a group of `count` ends with it; the last group may be smaller. Where every
+    one is a group nothing is asked for before it is needed."""
+    if count == 1:
+        yield from ((item, True) for item in items)
+        return
+    iterator = iter(items)
+    upcoming = list(itertools.islice(iterator, 1))
+    for index in itertools.count(1):
+        if not upcoming:
+            return
+        item, upcoming = upcoming[0], list(itertools.islice(iterator, 1))
+        yield item, not upcoming or index % count == 0
 
 
 def leaves(batch: Batch) -> Iterator[Tensor]:

@@ -17,12 +17,12 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from offbeat.data.batches import Batch, batch_length, not_finite
+from offbeat.data.batches import Batch, StepBatch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.ledger import number
 from offbeat.randomness import make_seed
@@ -53,15 +53,15 @@ class _Step:
 
     number: int
     epoch: int
-    num_examples: int
     start_s: float
+    num_examples: int = 0
     loss: float = math.nan
     norm: float | None = None
     """Of the gradient before it was clipped, where that had to be known."""
     outcome: str = ""
     compute_s: float = 0.0
     prepare_s: float = 0.0
-    """For the next batch."""
+    """For the next batch, and for all but the first of the step."""
     exchange_s: float = 0.0
 
 
@@ -112,9 +112,9 @@ class Worker:
         )
         self._seeds_torch = seeds_torch
         self._forward_seed = functools.lru_cache(maxsize=2)(
-            functools.partial(make_seed, job.config.seed, "forward", rank)
+            lambda number: make_seed(job.config.seed, "forward", rank, number + 1)
         )
-        """Of a step; the next one's is worked out while there is time."""
+        """Of a batch; the next one's is worked out while there is time."""
         self._summaries = summaries
         self._say = say if job.config.log_every else None
         self._said = (0.0, 0, 0)
@@ -146,7 +146,7 @@ class Worker:
         """Returns whether all steps are done; else this worker was told to stop."""
         self.towers.train()
         device = self.towers.first_device
-        batches = self.job.batches(self.rank, self.step - 1, device, self.log.warning)
+        batches = self.job.step_batches(self.rank, self.step - 1, device, self.log.warning)
         self._take_in()
         is_told = self.towers.is_told
         upcoming = next(batches, None)
@@ -156,25 +156,26 @@ class Worker:
                 if self._stop.is_set() or self._exchange.is_last:
                     return False
                 self._faults.begin(self.step)
-                epoch, batch = upcoming
                 start_s = self._clock()
-                self._compute_watched(batch)
-                present = self._take_gradient()
-                step = _Step(self.step, epoch, batch_length(batch), start_s)
+                step = _Step(self.step, upcoming.epoch, start_s)
+                last = self._compute_step(upcoming, batches, step)
+                present = self._take_gradient(batch_length(last.batch))
                 self._write_down()
                 if is_told:  # prepared while a device computes
                     upcoming = self._prepare(batches, step)
-                    self._forward_seed(self.step + 1)
+                    self._forward_seed(last.number + 1)
                 step.loss, is_usable = self.towers.wait()
                 step.norm = self.towers.norm
-                self._check_loss(step.loss, batch)
+                self._check_loss(step.loss, last.batch)
                 self._faults.computed(start_s, prepare_s)
                 computed_s = self._clock()
                 step.compute_s = computed_s - start_s - step.prepare_s
                 self._exchange.push(self.step, present, void=not is_usable)
                 if not is_told:  # prepared while the exchange is under way
+                    within_s = step.prepare_s
                     upcoming = self._prepare(batches, step)
-                    prepare_s, computed_s = step.prepare_s, computed_s + step.prepare_s
+                    prepare_s = step.prepare_s - within_s
+                    computed_s += prepare_s
                 step.outcome = self._exchange.await_all()
                 self._take_in()
                 step.exchange_s = self._clock() - computed_s
@@ -186,13 +187,28 @@ class Worker:
             self._write_down()
         return True
 
-    def _prepare(
-        self, batches: Iterator[tuple[int, Batch]], step: _Step
-    ) -> tuple[int, Batch] | None:
+    def _compute_step(
+        self, batch: StepBatch, others: Iterator[StepBatch], step: _Step
+    ) -> StepBatch:
+        """Compute all batches of a step; returns the last one, whose gradient is not yet with those
+        of the others."""
+        while not batch.ends_step:
+            self._compute(batch)
+            count = batch_length(batch.batch)
+            self.towers.accumulate(count)
+            step.num_examples += count
+            upcoming = self._prepare(others, step)
+            assert upcoming is not None, "a step ends with its last batch"
+            batch = upcoming
+        self._compute_watched(batch)
+        step.num_examples += batch_length(batch.batch)
+        return batch
+
+    def _prepare(self, batches: Iterator[StepBatch], step: _Step) -> StepBatch | None:
         """The next batch, if there is one; `step` is told how long that took."""
         before_s = self._clock()
         upcoming = next(batches, None)
-        step.prepare_s = self._clock() - before_s
+        step.prepare_s += self._clock() - before_s
         return upcoming
 
     def _write_down(self) -> None:
@@ -207,7 +223,7 @@ class Worker:
             self._log_step(self._say, step)
         self._events.record_line(_step_line, self.rank, step)
 
-    def _compute_watched(self, batch: Batch) -> None:
+    def _compute_watched(self, batch: StepBatch) -> None:
         if self._summaries is None:
             self._compute(batch)
             return
@@ -216,39 +232,41 @@ class Worker:
             self._compute(batch, eagerly=looks_on)
         self._summaries.computed(self.towers.model, version, self.towers.loss)
 
-    def _compute(self, batch: Batch, *, eagerly: bool = False) -> None:
+    def _compute(self, batch: StepBatch, *, eagerly: bool = False) -> None:
         """Loss and gradient of one batch, which stay with the towers."""
         if self.step % IDENTITY_CHECK_EVERY == 1:
             self.towers.check_identity()
         if self._seeds_torch or self.towers.is_told:
-            self.towers.seed(self._forward_seed(self.step), captured_only=not self._seeds_torch)
-        self.towers.compute(self.job.recipe.loss, self.towers.deal(batch), eagerly=eagerly)
+            seed = self._forward_seed(batch.number)
+            self.towers.seed(seed, captured_only=not self._seeds_torch)
+        self.towers.compute(self.job.recipe.loss, self.towers.deal(batch.batch), eagerly=eagerly)
 
     def _check_loss(self, loss: float, batch: Batch) -> None:
         if not math.isfinite(loss):
-            if self.towers.is_told:  # the next one may have been put into its place
-                batch = self._made_again()
+            batches: Iterable[Batch] | None = [batch]
+            if self.towers.is_told or self.job.config.accumulate > 1:  # it is not the only one, or
+                batches = self._made_again()  # the next one may have been put into its place
             raise NonFiniteLossError(
                 f"the loss became {loss} in worker {self.rank} at step {self.step}; "
-                f"{self._likely_reason(batch)}. The state before it is kept in the run's last "
+                f"{self._likely_reason(batches)}. The state before it is kept in the run's last "
                 f"checkpoint."
             )
 
-    def _made_again(self) -> Batch | None:
-        """The batch of this step, where data can be gone through twice."""
+    def _made_again(self) -> Iterator[Batch] | None:
+        """The batches of this step, where data can be gone through twice."""
         if self.job.facts.num_examples is None:
             return None
         device = self.towers.first_device
-        return next(self.job.batches(self.rank, self.step - 1, device))[1]
+        return _of_one_step(self.job.step_batches(self.rank, self.step - 1, device))
 
-    def _likely_reason(self, batch: Batch | None) -> str:
+    def _likely_reason(self, batches: Iterable[Batch] | None) -> str:
         """Why a loss is not finite, and the remedy. Parameters come first: where they have run
         away, a batch may well hold infinities that do no harm, as masks do."""
         if not bool(self.towers.model.params.isfinite().all()):
             return "the parameters are not finite any more: a lower --lr is the usual remedy"
-        if batch is None:
+        if batches is None:
             return "a lower --lr is the usual remedy, or data without NaN and infinities"
-        bad, count = not_finite(batch)
+        bad, count = map(sum, zip(*map(not_finite, batches), strict=True))
         if bad:
             return (
                 f"{bad:,} of the {count:,} numbers in its batch are NaN or infinite: mend the "
@@ -259,12 +277,13 @@ class Worker:
             "parameters are finite"
         )
 
-    def _take_gradient(self) -> list[bool]:
-        """Into the slots, with the buffers; which tensors have one."""
+    def _take_gradient(self, count: int) -> list[bool]:
+        """Into the slots, with the buffers; which tensors have one. `count`: examples of the last
+        batch."""
         slots = self._exchange.gradient_slots
         # before the gradient, for which `wait` waits
         self.towers.write_buffers(slots[0].floats, slots[0].ints)
-        return self.towers.take_gradient([slot.values for slot in slots])
+        return self.towers.take_gradient([slot.values for slot in slots], count)
 
     def _take_in(self) -> None:
         """Let the model show what the servers sent."""
@@ -281,7 +300,7 @@ class Worker:
         stats, (since_s, steps, examples) = self.stats, self._said
         now_s = self._clock()
         time_s = max(now_s - since_s, 1e-9)
-        num_batches = self.job.batches_per_epoch(self.rank)
+        num_batches = self.job.steps_per_epoch(self.rank)
         log = StepLog(
             step=step.number,
             version=self._exchange.versions[0],
@@ -294,6 +313,13 @@ class Worker:
         )
         say(self.job.recipe.log_line(log))
         self._said = (now_s, stats.num_steps, stats.num_examples)
+
+
+def _of_one_step(batches: Iterator[StepBatch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch.batch
+        if batch.ends_step:
+            return
 
 
 def _step_line(worker: int, step: _Step) -> str:

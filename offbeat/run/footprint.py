@@ -110,6 +110,9 @@ def parts_of(
         f"{replicas} {gradients}": replicas * vector,
         "training data": 0 if job.train is None else job.train.bytes_on(device),
     }
+    if job.config.accumulate > 1:
+        first = [rank for rank in ranks if job.devices(rank)[0] == device]
+        parts["gradients of several batches"] = len(first) * vector
     return parts
 
 

@@ -26,6 +26,8 @@ from offbeat.data.batches import (
     Batch,
     Share,
     Source,
+    StepBatch,
+    grouped,
     make_source,
     prepared_ahead,
     to_device,
@@ -134,7 +136,7 @@ class Job:
     @property
     def step_size(self) -> int:
         """How many examples one gradient is computed on, by all towers of a worker."""
-        return self._batch_size * self.config.num_towers
+        return self._batch_size * self.config.num_towers * self.config.accumulate
 
     @property
     def _batch_size(self) -> int:
@@ -185,6 +187,7 @@ class Job:
             compiled=Compiled(self._batch_size, tell) if self.config.compile else None,
             slot_device=self.server_device,
             clip=None if self.config.merges else self._make_clip(),
+            accumulates=self.config.accumulate > 1,
         )
 
     def _make_clip(self) -> Clip | None:
@@ -274,17 +277,18 @@ class Job:
         config = self.config
         if config.steps is not None:
             return config.steps
-        per_epoch = self.batches_per_epoch(rank)
+        per_epoch = self.steps_per_epoch(rank)
         if per_epoch is None:
             return None
         assert config.epochs is not None
         return config.epochs * per_epoch
 
-    def batches_per_epoch(self, rank: int) -> int | None:
+    def steps_per_epoch(self, rank: int) -> int | None:
         """How many steps worker `rank` takes to go through its share, where that is known."""
         if self.facts.num_examples is None:
             return None
-        return self.share(rank).num_batches(self.facts.num_examples)
+        num_batches = self.share(rank).num_batches(self.facts.num_examples)
+        return -(-num_batches // self.config.accumulate)
 
     def batches(
         self,
@@ -293,9 +297,19 @@ class Job:
         device: torch.device = CPU,
         tell: Callable[[str], None] = lambda line: None,
     ) -> Iterator[tuple[int, Batch]]:
-        """Worker `rank`'s training batches with their epochs, from step `start` on (0: the first),
-        until its work is done; on `device`, which is also where they are augmented. `tell` is told
-        of what is slower than it might be."""
+        """Worker `rank`'s training batches with their epochs."""
+        return ((b.epoch, b.batch) for b in self.step_batches(rank, start, device, tell))
+
+    def step_batches(
+        self,
+        rank: int,
+        start: int = 0,
+        device: torch.device = CPU,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> Iterator[StepBatch]:
+        """Worker `rank`'s training batches, from step `start` on (0: the first), until its work is
+        done; on `device`, which is also where they are augmented. `tell` is told of what is slower
+        than it might be."""
         made = self._make_batches(rank, start, device, tell)
         if self.recipe.feed != BATCHING:
             return made
@@ -326,25 +340,28 @@ class Job:
 
     def _make_batches(
         self, rank: int, start: int, device: torch.device, tell: Callable[[str], None]
-    ) -> Iterator[tuple[int, Batch]]:
+    ) -> Iterator[StepBatch]:
         config = self.config
         assert self.train is not None, "this process was given no training data"
         source = self.train.on(device) if config.data_device == AUTO else self.train
         share = self.share(rank)
-        step, epoch, first = self._find(share, start)
+        step, epoch, first = self._find(rank, start)
+        number = epoch * (share.num_batches(self.facts.num_examples or 0)) + first
         finish = self._make_finish(rank, source, device, tell)
         last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
         if self.facts.elastic:  # a server says when it is enough
             last_step = last_epoch = math.inf
         while step < last_step and epoch < last_epoch:
-            before = step
-            for draft in source.drafts(share, epoch, first):
+            before = number
+            drafts = source.drafts(share, epoch, first)
+            for draft, ends_step in grouped(drafts, config.accumulate):
                 if step >= start:
-                    yield epoch, finish(draft, step)
-                step += 1
+                    yield StepBatch(epoch, finish(draft, number), number, ends_step)
+                number += 1
+                step += ends_step
                 if step == last_step:
                     return
-            if step == before:
+            if number == before:
                 raise DataError(
                     f"the training data has nothing for worker {rank}: it is empty, or there are "
                     f"more workers than examples"
@@ -352,12 +369,12 @@ class Job:
             epoch += 1
             first = 0
 
-    def _find(self, share: Share, start: int) -> tuple[int, int, int]:
+    def _find(self, rank: int, start: int) -> tuple[int, int, int]:
         """Step, epoch and batch to begin at; of a stream what was seen before is gone through."""
-        if self.facts.num_examples is None:
+        per_epoch = self.steps_per_epoch(rank)
+        if per_epoch is None:
             return 0, 0, 0
-        num_batches = share.num_batches(self.facts.num_examples)
-        return start, start // num_batches, start % num_batches
+        return start, start // per_epoch, start % per_epoch * self.config.accumulate
 
     def share(self, rank: int) -> Share:
         """What worker `rank` goes through."""
@@ -365,7 +382,7 @@ class Job:
         return Share(
             rank=rank,
             num_shares=config.workers,
-            batch_size=self.step_size,
+            batch_size=self._batch_size * config.num_towers,
             seed=config.seed,
             disjoint=config.split == "disjoint",
         )
@@ -380,6 +397,7 @@ class Job:
             "lr": float(self.optimizer.options["lr"]),
             "schedule": schedule_name(self.recipe.schedule),
             "batch_size": config.batch_size,
+            "accumulate": config.accumulate,
             "epochs": config.epochs,
             "steps": config.steps,
             "devices": [

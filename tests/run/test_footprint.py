@@ -91,6 +91,8 @@ def test_a_process_knows_its_own_worker_only(pretended_gpu: None) -> None:
     job = toy_job(**options)
     found = parts_of(job, GPU, [0])
     assert found == {"1 model of workers": VECTOR, "1 gradient": VECTOR, "training data": 0}
+    more = parts_of(toy_job(**options, accumulate=2), GPU, [0])
+    assert more == {**found, "gradients of several batches": VECTOR}
     assert remedies(job, GPU) == ["a smaller --batch-size than 10"]
     two_towers = toy_job(engine="local", devices="cuda:0,cuda:0")
     assert parts_of(two_towers, GPU, [1])["2 models of workers"] == 2 * VECTOR
@@ -203,7 +205,7 @@ def test_a_step_in_a_process_of_its_own(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "who"),
     [
-        (Job, "batches", "worker 0 failed at step 1"),
+        (Job, "step_batches", "worker 0 failed at step 1"),
         (Updater, "apply", "server 0 failed"),
         (Shard, "load", "server 0 failed"),
     ],
