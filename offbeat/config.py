@@ -32,6 +32,12 @@ BF16 = "bf16"
 ENGINES = (AUTO, "local", "inproc", "cluster")
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
+LR_SCALES: dict[str, Callable[[int], float]] = {
+    "none": lambda workers: 1.0,
+    "linear": float,
+    "sqrt": math.sqrt,
+}
+"""What a learning rate is multiplied by, for so many workers."""
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 FAULT_OPTIONS = ("slow_worker", "kill_worker")
@@ -131,6 +137,14 @@ class TrainConfig:
     )
     lr: float | None = _option(
         None, number, "learning rate, before the recipe's schedule (default: the recipe's)"
+    )
+    lr_scale: str = _option(
+        "none",
+        text,
+        "what the learning rate is multiplied by: the number of workers, as is usual in sync with "
+        "SGD, or its square root, as is usual with Adam; none where workers are asynchronous, who "
+        "make so many times as many updates, or with --reduce sum",
+        choices=tuple(LR_SCALES),
     )
     clip_norm: float | None = _option(
         None,

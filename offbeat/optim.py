@@ -147,6 +147,17 @@ class Optimizer:
     def with_lr(self, lr: float) -> "Optimizer":
         return dataclasses.replace(self, options={**self.options, "lr": lr})
 
+    def scaled(self, factor: float) -> "Optimizer":
+        """The same with so many times the learning rate, in every parameter group."""
+        known = inspect.signature(getattr(torch.optim, self.kind)).parameters
+        options = {"lr": known["lr"].default, **self.options}
+        groups = {
+            pattern: {**given, "lr": given["lr"] * factor} if "lr" in given else given
+            for pattern, given in self.groups.items()
+        }
+        options["lr"] *= factor
+        return dataclasses.replace(self, options=options, groups=groups)
+
     def __str__(self) -> str:
         """As one would write it: SGD(lr=0.1, momentum=0.5)."""
         groups = {"groups": dict(self.groups)} if self.groups else {}

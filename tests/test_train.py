@@ -171,6 +171,27 @@ def test_sync_gives_the_same_bits_with_any_number_of_servers(tmp_path: Path) -> 
     assert_same(one.state_dict(), four.state_dict())
 
 
+@pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("linear", 3.0), ("sqrt", 3**0.5)])
+@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+def test_the_rate_goes_with_the_number_of_workers(
+    run_dir: Path, scale: str, factor: float, discipline: str
+) -> None:
+    recipe = toy_recipe(optimizer=SGD(lr=0.1, groups={"*.bias": {"lr": 0.02}}))
+    shape = {"workers": 3, "discipline": discipline}
+    job = toy_job(recipe, lr_scale=scale, **shape)
+    assert job.optimizer.options["lr"] == 0.1 * factor
+    assert job.optimizer.groups["*.bias"]["lr"] == 0.02 * factor
+    assert toy_job(recipe, lr=0.2, lr_scale=scale, **shape).optimizer.options["lr"] == 0.2 * factor
+    result = train(recipe, run_dir, lr_scale=scale, steps=2, **shape)
+    described = json.loads((run_dir / "config.json").read_text())
+    for told in (result.summary, described["resolved"]):
+        assert (told["lr"], told["lr_scale"]) == (0.1 * factor, scale)
+
+
+def test_a_rate_that_is_torchs_own_is_scaled_too() -> None:
+    assert Optimizer(kind="NAdam", options={}).scaled(3.0).options["lr"] == 0.002 * 3.0
+
+
 def test_fused_comes_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     build = Optimizer.build
@@ -443,8 +464,10 @@ class Halving:
 RESOLVED: dict[str, Any] = {
     "optimizer": "SGD(lr=0.1)",
     "lr": 0.1,
+    "lr_scale": "none",
     "schedule": "constant()",
     "batch_size": 10,
+    "accumulate": 1,
     "epochs": 2,
     "steps": None,
     "devices": ["cpu", "cpu"],

@@ -34,6 +34,8 @@ def summarise(path: Path) -> dict[str, Any]:
         "num_servers": config["servers"],
         "num_workers": config["workers"],
         "seed": config["seed"],
+        "lr": record.resolved.get("lr"),
+        "lr_scale": config.get("lr_scale", "none"),
         "status": record.status,
         "gradients": totals.gradients,
         "updates": totals.updates,

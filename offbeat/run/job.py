@@ -21,7 +21,7 @@ from torch import nn
 from offbeat.capture import CapturedAugment, make_recorder
 from offbeat.clipping import Clip, ClipNorm, ClipValue
 from offbeat.compiling import Compiled, check_toolchain
-from offbeat.config import AUTO, BATCHING, OFF, TrainConfig
+from offbeat.config import AUTO, BATCHING, LR_SCALES, OFF, TrainConfig
 from offbeat.data.batches import (
     Batch,
     Share,
@@ -395,6 +395,7 @@ class Job:
         return {
             "optimizer": str(self.optimizer),
             "lr": float(self.optimizer.options["lr"]),
+            "lr_scale": config.lr_scale,
             "schedule": schedule_name(self.recipe.schedule),
             "batch_size": config.batch_size,
             "accumulate": config.accumulate,
@@ -563,7 +564,10 @@ def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
     optimizer = recipe.optimizer
     if config.optimizer is not None:
         optimizer = dataclasses.replace(BY_NAME[config.optimizer](), groups=optimizer.groups)
-    return optimizer if config.lr is None else optimizer.with_lr(config.lr)
+    if config.lr is not None:
+        optimizer = optimizer.with_lr(config.lr)
+    factor = LR_SCALES[config.lr_scale](config.workers)
+    return optimizer if factor == 1 else optimizer.scaled(factor)
 
 
 def _check_groups(optimizer: Optimizer, manifest: Manifest) -> None:
