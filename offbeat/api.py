@@ -263,6 +263,8 @@ def train_config(
         job = make_job(config, recipe, elastic=endpoint is not None)
         replicas = _make_replicas(job)
         folder = create_run_folder(job.config)
+        if job.initial is not None:
+            write_weights(folder.initial, dict(job.initial.state))
         start = _Start(
             folder, began_s, endpoint, found, forks, threads=config.threads, display=display
         )
@@ -277,6 +279,8 @@ def resume_config(
     endpoint: Endpoint | None = None,
     forks: ForkServer | None = None,
 ) -> Result:
+    if options.get("init") is not None:
+        raise ConfigError("a run that goes on has weights of its own: leave init out")
     folder = RunFolder(run_dir)
     before, described = folder.read_config()
     kept = {key: value for key, value in before.to_json().items() if value is not None}
@@ -287,7 +291,13 @@ def resume_config(
         began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
         is_given = options.get("recipe") is not None
         found = find_again(config.recipe, RecipeFile.kept(described), recipe, is_given=is_given)
-        job = make_job(config, found.recipe, checkpoint, elastic=endpoint is not None)
+        job = make_job(
+            config,
+            found.recipe,
+            checkpoint,
+            elastic=endpoint is not None,
+            kept_initial=folder.initial,
+        )
         replicas = _make_replicas(job)
         folder.state.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
@@ -418,6 +428,7 @@ def _notices(job: Job, change: str | None) -> Iterator[str]:
     """What a person should know of a run that begins."""
     if change is not None:
         yield change
+    yield from () if job.initial is None else job.initial.notices
     if rounded := job.manifest.rounded:
         more = len(rounded) - MAX_NAMED
         names = ", ".join(rounded[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

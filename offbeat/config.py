@@ -180,6 +180,12 @@ class TrainConfig:
         choices=(BATCHING, DIRECT),
     )
     seed: int = _option(0, whole, "seed of weights, shares, orders and augmentation")
+    init: str | None = _option(
+        None,
+        text,
+        "begin with the weights in this .safetensors file, or with the newest of the run in this "
+        "folder, instead of the recipe's own (with an average: offbeat export RUN FILE --ema)",
+    )
     device: str | None = _option(
         None, text, "what workers compute on: cpu, cuda, cuda:1 (default: a GPU if there is one)"
     )
@@ -343,6 +349,8 @@ class TrainConfig:
             raise ConfigError(f"several devices are given by devices, as --devices {config.device}")
         _check_clipping(config)
         _check_injected(config)
+        if config.init is not None:  # it is read by whoever is told of it, from any folder
+            config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
         return config
 
     def to_json(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def test_the_flags_are_frozen() -> None:
         "split",
         "feed",
         "seed",
+        "init",
         "device",
         "devices",
         "amp",

@@ -110,7 +110,8 @@ def _generation(cluster: Cluster, role: str, index: int) -> int:
 def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
     described = folder.read_json(folder.config)
     recipe = load_recipe(config.recipe, RecipeFile.kept(described))
-    return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role))
+    kept_initial = folder.initial if role in ("master", "worker") else None
+    return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role), kept_initial)
 
 
 def _sources(role: str) -> dict[str, Source] | None:

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine, shared_gpu
+from offbeat.run.initial import Initial, fill, read_initial
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
@@ -107,6 +109,8 @@ class Job:
     num_rates: int = 0
     """Of somebody's own loop: how many numbers its optimizer's options have, which travel with
     every gradient."""
+    initial: Initial | None = None
+    """What training begins from; None: what the recipe makes."""
 
     @property
     def fingerprint(self) -> str:
@@ -146,7 +150,10 @@ class Job:
 
     def make_model(self) -> FlatModel:
         """A replica with the run's initial weights. Seeds torch's own generator for a moment."""
-        return FlatModel(_seeded_model(self.recipe, self.config.seed), self.manifest)
+        module = _seeded_model(self.recipe, self.config.seed)
+        if self.initial is not None:
+            fill(module, self.initial.state)
+        return FlatModel(module, self.manifest)
 
     def make_replicas(self, count: int) -> list[FlatModel]:
         """So many of them, each with parameters of its own."""
@@ -469,9 +476,11 @@ def make_job(
     checkpoint: Checkpoint | None = None,
     *,
     elastic: bool = False,
+    kept_initial: Path | None = None,
 ) -> Job:
     """Resolve and check everything that can be checked before the run begins; `checkpoint` is what
-    it goes on from; `elastic`: let workers come and go where the run is of that kind."""
+    it goes on from; `elastic`: let workers come and go where the run is of that kind;
+    `kept_initial`: where a run that goes on has what --init once gave it."""
     recipe = recipe.fed(config.feed)
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
@@ -495,6 +504,7 @@ def make_job(
             f"the recipe's model is not the one in the checkpoint: "
             f"{checkpoint.manifest.difference(manifest)}"
         )
+    initial = _find_initial(config, module, manifest, kept_initial)
     train, test = _load_data(config, recipe)
     if train.num_examples is not None and train.num_examples < config.workers:
         raise ConfigError(
@@ -517,7 +527,8 @@ def make_job(
         engine=engine,
         crews=crews,
     )
-    job = dataclasses.replace(_cut(config, recipe, manifest, facts), train=train, test=test)
+    job = _cut(config, recipe, manifest, facts)
+    job = dataclasses.replace(job, train=train, test=test, initial=initial)
     if config.server_device == "cuda" and job.server_device == CPU:
         raise ConfigError(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
@@ -533,13 +544,34 @@ def make_job(
     )
 
 
+def _find_initial(
+    config: TrainConfig, module: nn.Module, manifest: Manifest, kept: Path | None
+) -> Initial | None:
+    if config.init is None:
+        return None
+    if config.engine == "cluster" and manifest.frozen:
+        raise ConfigError(
+            "init does not reach parameters that do not train on other machines: have the recipe's "
+            "model() load them"
+        )
+    return read_initial(kept or Path(config.init), module)
+
+
 def rejoin_job(
-    config: TrainConfig, recipe: Recipe, facts: Facts, sources: Mapping[str, Source] | None
+    config: TrainConfig,
+    recipe: Recipe,
+    facts: Facts,
+    sources: Mapping[str, Source] | None,
+    kept_initial: Path | None = None,
 ) -> Job:
     """The same job in another process. `config` and `facts` are as `make_job` left them; `sources`
-    are what is shared of the data, the rest is loaded here; None: no data is needed."""
+    are what is shared of the data, the rest is loaded here; None: no data is needed.
+    `kept_initial`: what --init gave; None: this process trains nothing from the start."""
     recipe = recipe.fed(config.feed).judged(by_loss=facts.by_loss)
-    job = _cut(config, recipe, describe(_seeded_model(recipe, config.seed)), facts)
+    module = _seeded_model(recipe, config.seed)
+    job = _cut(config, recipe, describe(module), facts)
+    if kept_initial is not None and config.init is not None:
+        job = dataclasses.replace(job, initial=read_initial(kept_initial, module))
     if sources is None:
         return job
     missing = "train" not in sources or (facts.has_test and "test" not in sources)

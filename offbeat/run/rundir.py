@@ -40,6 +40,8 @@ class RunFolder:
         self.logs = path / "logs"
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"
+        self.initial = path / "init.safetensors"
+        """What the run began from, with --init."""
         self.tensorboard = path / "tensorboard"
         self.summary = path / "summary.json"
 
