@@ -32,10 +32,13 @@ from offbeat.recipes.base import Recipe, RecipeFile, load_recipe, locate, metric
 from offbeat.report.summary import summarise
 from offbeat.roles.control import Control
 from offbeat.roles.evaluator import Evaluator, FolderSource, found_in, score_line
-from offbeat.run.checkpoint import newest_checkpoint, write_weights
+from offbeat.roles.evaluator import Found as Scored
+from offbeat.roles.judging import past_scores
+from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
 from offbeat.run.job import Facts, Job, make_job, rejoin_job
 from offbeat.run.progress import Display, MakeDisplay, make_display
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
+from offbeat.run.stopping import Judge
 from offbeat.run.tensorboard import check_installed
 
 OTHER_FORMATS = {
@@ -86,21 +89,46 @@ class Result:
     def interrupted(self) -> bool:
         return bool(self.summary["status"] == "interrupted")
 
-    def state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The version that was scored best, and what it scored; None: there is no score, or the
+        metric does not say what is better."""
+        found = self.summary["best"]
+        return None if found is None else (found["version"], found["metric"])
+
+    def state_dict(self, *, ema: bool = False, best: bool = False) -> dict[str, Tensor]:
         """The final weights, for `load_state_dict`; with `ema`, their moving average, which is
-        what was scored where the recipe has one."""
-        return load(self.run_dir, ema=ema)
+        what was scored where the recipe has one; with `best`, what was scored best, of a run with
+        keep_best."""
+        return load(self.run_dir, ema=ema, best=best)
 
 
-def load(run_dir: str | Path, *, ema: bool = False) -> dict[str, Tensor]:
+def load(run_dir: str | Path, *, ema: bool = False, best: bool = False) -> dict[str, Tensor]:
     """The newest weights in a run's folder, for `load_state_dict`; damaged checkpoints are passed
-    over. With `ema`, their moving average where the recipe has one."""
+    over. With `ema`, their moving average where the recipe has one. With `best`, what was scored
+    best instead, which is the average where there is one."""
+    if best:
+        return _best_of(RunFolder(Path(run_dir)))[1]
     return newest_checkpoint(RunFolder(Path(run_dir)).checkpoints).state_dict(ema=ema)
 
 
-def export(run_dir: str | Path, file: str | Path, *, ema: bool = False) -> None:
-    """Write a run's newest weights, or their moving average, to a safetensors file."""
+def _best_of(folder: RunFolder) -> tuple[int, dict[str, Tensor]]:
+    """The version that was scored best, and its weights."""
+    found = folder.read_best()
+    if found is None:
+        raise CheckpointError(
+            f"{folder.path} keeps no best weights: that takes --keep-best, and a score"
+        )
+    return found[0], read_weights(folder.best)
+
+
+def export(run_dir: str | Path, file: str | Path, *, ema: bool = False, best: bool = False) -> None:
+    """Write a run's newest weights, their moving average, or what was scored best, to a safetensors
+    file."""
     _check_format(Path(file))
+    if best:
+        write_weights(Path(file), load(run_dir, best=True))
+        return
     checkpoint = newest_checkpoint(RunFolder(Path(run_dir)).checkpoints)
     if ema and not checkpoint.has_ema:
         raise CheckpointError(f"{run_dir} keeps no moving average: its recipe has no ema")
@@ -120,15 +148,16 @@ def evaluate(
     run_dir: str | Path,
     *,
     follow: bool = False,
+    best: bool = False,
     say: Callable[[str], None] = lambda line: None,
     recipe: str | Recipe | None = None,
     data_dir: str | None = None,
     device: str | None = None,
 ) -> float | None:
     """Score the newest checkpoint in a run's folder on its test data, each example once; with
-    `follow` each newest one until the run is over. Returns the last score; a line for each goes to
-    `say`. The run goes on undisturbed; nothing is written into its folder. `recipe`: the same one,
-    where it is not to be found where it was."""
+    `follow` each newest one until the run is over, with `best` what was scored best. Returns the
+    last score; a line for each goes to `say`. The run goes on undisturbed; nothing is written into
+    its folder. `recipe`: the same one, where it is not to be found where it was."""
     folder = RunFolder(Path(run_dir))
     config, described = folder.read_config()
     config = dataclasses.replace(
@@ -152,7 +181,7 @@ def evaluate(
     def scored(version: int, metric: float) -> None:
         scores.append(metric)
         line = score_line(job.recipe, metric)
-        say(f"version {version}: {line}" if follow else line)
+        say(f"version {version}: {line}" if follow or best else line)
 
     source = FolderSource(folder, 1, log=log, gives_up=True)
     evaluator = Evaluator(  # no role of the run: nothing is recorded
@@ -169,6 +198,8 @@ def evaluate(
         if follow:
             torch.set_num_threads(1)
             evaluator.run()
+        elif best:
+            evaluator.score(Scored(*_best_of(folder)))
         else:
             evaluator.score(found_in(newest_checkpoint(folder.checkpoints)))
     finally:
@@ -298,12 +329,28 @@ def resume_config(
             elastic=endpoint is not None,
             kept_initial=folder.initial,
         )
+        _check_not_over(job, folder)
         replicas = _make_replicas(job)
-        folder.state.unlink(missing_ok=True)
+        for path in (folder.state, folder.enough):
+            path.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         threads = config.threads if options.get("threads") is not None else None
         start = _Start(folder, began_s, endpoint, found, forks, threads=threads)
         return _run(job, replicas, start, lock=lock, incarnation=incarnation)
+
+
+def _check_not_over(job: Job, folder: RunFolder) -> None:
+    """What ended a run early holds still, unless it is asked for something else now."""
+    config, most = job.config, job.facts.higher_is_better
+    if most is None:
+        return
+    name = metric_name(job.recipe)
+    judge = Judge(name, most=most, stop_at=config.stop_at, patience=config.patience)
+    if (reason := judge.add_all(past_scores(folder.events)).reason) is not None:
+        raise ConfigError(
+            f"{folder.path} has nothing left to do: {reason}; to go on say --stop-at or --patience "
+            f"anew (--stop-at inf: never)"
+        )
 
 
 @dataclass(frozen=True)

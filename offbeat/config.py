@@ -263,6 +263,18 @@ class TrainConfig:
         yes_or_no,
         "when training is over, score also those of the kept checkpoints that were skipped",
     )
+    stop_at: float | None = _option(
+        None,
+        number,
+        "end the run when a scored checkpoint is as good as this: an accuracy as high, a loss as "
+        "low; inf: never",
+    )
+    patience: int | None = _option(
+        None, whole, "end the run after so many scores in a row that are no better than the best"
+    )
+    keep_best: bool = _option(
+        False, yes_or_no, "keep the weights that were scored best too, as RUN/best.safetensors"
+    )
     checkpoint_every: int | None = _option(
         None,
         whole,
@@ -308,6 +320,11 @@ class TrainConfig:
         return self.chosen.kind.merges and self.workers > 1
 
     @property
+    def is_judged(self) -> bool:
+        """Whether anything follows from scores."""
+        return self.stop_at is not None or self.patience is not None or self.keep_best
+
+    @property
     def num_towers(self) -> int:
         return len(self.devices.split(",")) if self.devices else 1
 
@@ -347,6 +364,8 @@ class TrainConfig:
             raise ConfigError("device and devices both say where to compute: give one of the two")
         if config.device is not None and "," in config.device:
             raise ConfigError(f"several devices are given by devices, as --devices {config.device}")
+        if config.stop_at == -math.inf:
+            raise ConfigError("stop_at must be finite, or inf: never")
         _check_clipping(config)
         _check_injected(config)
         if config.init is not None:  # it is read by whoever is told of it, from any folder
@@ -369,6 +388,7 @@ _LEAST = {
     "threads": 1,
     "max_restarts": 0,
     "eval_every": 0,
+    "patience": 1,
     "checkpoint_every": 1,
     "keep": 1,
     "summary_every": 1,

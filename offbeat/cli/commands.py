@@ -199,7 +199,7 @@ def _report(known: argparse.Namespace) -> int:
 def _export(known: argparse.Namespace) -> int:
     from offbeat.api import export
 
-    export(known.run, known.file, ema=known.ema)
+    export(known.run, known.file, ema=known.ema, best=known.best)
     print(f"wrote {known.file}")
     return 0
 
@@ -210,7 +210,7 @@ def _eval(known: argparse.Namespace) -> int:
         from offbeat.run.progress import say
 
         own = {name: getattr(known, name) for name in ("recipe", "data_dir", "device")}
-        evaluate(known.run, follow=known.follow, say=say, **own)
+        evaluate(known.run, follow=known.follow, best=known.best, say=say, **own)
     return 0
 
 
@@ -427,7 +427,11 @@ _COMMANDS = {
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     """The last lines on the console, as the distributed MNIST seed ends."""
     metric = math.nan if summary["metric_is_nan"] else summary["test_metric"]
-    return _lines(summary["metric"], metric, summary["total_time_s"], summary["final_cost"])
+    lines = _lines(summary["metric"], metric, summary["total_time_s"], summary["final_cost"])
+    best = summary.get("best")
+    if summary.get("keeps_best") and best is not None:
+        lines.append(f"Best: {best['metric']:.4f} at version {best['version']}")
+    return lines
 
 
 def _launch_line(summary: Mapping[str, Any], run_dir: Path) -> str:

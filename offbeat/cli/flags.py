@@ -166,7 +166,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", metavar="FILE", help="where to write the safetensors, as model.safetensors"
     )
-    parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--ema", action="store_true", help="the moving average of the weights")
+    which.add_argument("--best", action="store_true", help="what was scored best (--keep-best)")
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +176,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="the newest one, and no more (default)")
     how.add_argument("--follow", action="store_true", help="each newest one until the run is over")
+    how.add_argument("--best", action="store_true", help="what was scored best (--keep-best)")
     for name in ("recipe", "data_dir", "device"):
         _add_option(parser, name, None, options()[name].metadata)
 

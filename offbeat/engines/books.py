@@ -9,6 +9,7 @@ from offbeat.run.rundir import RunFolder
 
 class Books:
     def __init__(self, folder: RunFolder, clock: Callable[[], float]) -> None:
+        self._folder = folder
         self._events = EventLog.create(folder.events, "engine")
         self._clock = clock
         self.record("start")
@@ -18,5 +19,8 @@ class Books:
         self._events.flush()
 
     def close(self, status: str, failures: Sequence[Exception]) -> None:
-        self.record("end", status=status, reason=str(failures[0]) if failures else None)
+        reason = str(failures[0]) if failures else None
+        if status == "finished" and (early := self._folder.early_reason()) is not None:
+            reason = f"stopped early: {early}"
+        self.record("end", status=status, reason=reason)
         self._events.close()

@@ -67,6 +67,8 @@ def _lead(record: Record) -> str:
         f"{short(time_s)} s of training ({short(rate(record.gradients, time_s))} a second), seed "
         f"{record.config['seed']}."
     )
+    if record.reason:
+        text += f" {record.reason[0].upper()}{record.reason[1:]}."
     if record.unreadable:
         text += f" {counted(record.unreadable, 'line')} of the event files could not be read."
     return text

@@ -19,6 +19,7 @@ from offbeat.accounts import DROPPED, REJECTED, Accounts, accounts_from
 from offbeat.config import discipline_options, make_config
 from offbeat.errors import ConfigError, RunDirError
 from offbeat.run.events import read_events
+from offbeat.run.stopping import Judge
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
 MIN_TOGETHER = 0.1
@@ -162,6 +163,8 @@ class Record:
     """The discipline and its options."""
     in_rounds: bool
     """An update is a round of all workers' gradients."""
+    higher_is_better: bool | None = None
+    """Of the metric; None: nobody says."""
     workers: dict[int, WorkerRecord] = field(default_factory=lambda: defaultdict(WorkerRecord))
     shards: dict[int, ShardRecord] = field(default_factory=lambda: defaultdict(ShardRecord))
     scores: list[Score] = field(default_factory=list)
@@ -169,7 +172,7 @@ class Record:
     end_s: float = 0.0
     status: str = "unfinished"
     reason: str | None = None
-    """Why it failed."""
+    """Why it failed, or ended early."""
     restarts: list[tuple[float, str]] = field(default_factory=list)
     """When, and who."""
     committed_s: dict[int, float] = field(default_factory=dict)
@@ -325,6 +328,14 @@ class Record:
     def last_score(self) -> Score | None:
         return max(self.scores, key=lambda score: score.version, default=None)
 
+    def best_score(self) -> tuple[int, float] | None:
+        """The version that was scored best, and what it scored; None: there is none, or nobody
+        knows what is better."""
+        if self.higher_is_better is None:
+            return None
+        judge = Judge(self.metric, most=self.higher_is_better)
+        return judge.add_all((score.version, score.metric) for score in self.scores).best
+
     def curve(self) -> list[tuple[float, int, float]]:
         """Each version with a score that is a number: how long training had taken until it was
         there, how many gradients were in, and what it got. The time that scoring took is not in
@@ -360,6 +371,7 @@ def read_run(path: Path, name: str | None = None) -> Record:
             dict(described.get("environment") or {}),
             dict(described.get("resolved") or {}),
             *_discipline_of(described),
+            (described.get("job") or {}).get("higher_is_better"),
         )
     except OSError as error:
         raise RunDirError(f"cannot read {config}: {error.strerror}; is that a run?") from error

@@ -21,6 +21,7 @@ def summarise(path: Path) -> dict[str, Any]:
     config = record.config
     time_s = record.train_time_s
     last = record.last_score()
+    best = record.best_score()
     is_nan = last is not None and math.isnan(last.metric)
     metric = last.metric if last and not is_nan else None
     workers = [record.workers[rank] for rank in record.ranks]
@@ -37,6 +38,7 @@ def summarise(path: Path) -> dict[str, Any]:
         "lr": record.resolved.get("lr"),
         "lr_scale": config.get("lr_scale", "none"),
         "status": record.status,
+        "reason": record.reason,
         "gradients": totals.gradients,
         "updates": totals.updates,
         "total_time_s": max(record.end_s, record.last_s, 0.0),  # one that was killed has no end
@@ -48,6 +50,8 @@ def summarise(path: Path) -> dict[str, Any]:
         "test_accuracy": metric if record.metric == "accuracy" else None,
         "test_metric": metric,
         "metric_is_nan": is_nan,  # or infinite: JSON has neither
+        "best": None if best is None else {"version": best[0], "metric": best[1]},
+        "keeps_best": bool(config.get("keep_best")),  # in best.safetensors
         "final_cost": sum(costs) / len(costs) if costs else None,
         "staleness": staleness_summary(record.staleness),
         "mixed_replies": record.mixed,

@@ -150,9 +150,11 @@ class Evaluator:
         warn: Callable[[str], None],
         events: EventLog | None = None,
         clock: Callable[[], float],
+        judge: Callable[[Found, float], None] = lambda found, metric: None,
     ) -> None:
-        """`scored` is told each version and its metric, `warn` what is odd about one. `events`:
-        where scores are written down, on the run's `clock`; None: nowhere."""
+        """`scored` is told each version and its metric, `warn` what is odd about one, and `judge`
+        what was scored. `events`: where scores are written down, on the run's `clock`; None:
+        nowhere."""
         self.job = job
         self.latest: tuple[int, float] | None = None
         """The version that was scored last, and what it scored."""
@@ -164,6 +166,7 @@ class Evaluator:
         self._stop = stop
         self._scored = scored
         self._warn = warn
+        self._judge = judge
 
     def run(self) -> None:
         try:
@@ -197,6 +200,7 @@ class Evaluator:
                 "score", version=version, metric=metric, count=count, at_s=self._clock()
             )
         self._scored(version, metric)
+        self._judge(found, metric)
         if warning := warning_of(recipe, version, metric):
             self._warn(warning)
 

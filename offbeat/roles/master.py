@@ -175,7 +175,7 @@ class Master:
     """`run` opens the servers, commits a checkpoint at the start, at every multiple of
     `checkpoint_every` and at the end, and returns what the run came to: finished or interrupted.
 
-    `stop` ends the run early, with a checkpoint.
+    `stop` ends the run early, with a checkpoint; so does the evaluator (judging.py).
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Master:
         while not self._stop.wait(POLL_S):
             statuses = [self._status_of(server) for server in self._servers]
             self._watch(statuses)
-            if self._is_done(statuses):
+            if self._is_done(statuses) or self._folder.enough.exists():
                 return "finished"
             try:
                 self._look_for_snapshots(statuses)
@@ -315,7 +315,7 @@ class Master:
         """Keep the shards as they stand in the end. False: a server died at the last moment, and
         the next look at its status brings it back."""
         try:
-            if outcome == "interrupted":
+            if outcome == "interrupted" or self._folder.enough.exists():
                 self._drain()
             self._commit_if_new(self._snapshots_now())
         except ConnectionClosedError as error:
@@ -328,11 +328,11 @@ class Master:
     def _drain(self) -> None:
         """Have every worker leave after the step that it is at: then all shards have the same
         gradients, in sync whole rounds, and nothing is done that is not kept. Whoever takes too
-        long for its step has not done it."""
+        long for its step has not done it; a person who stops a run does not wait long."""
         for server in self._servers:
             server.drain()
-        deadline_s = self._clock() + STOP_TIMEOUT_S
-        while self._clock() < deadline_s:
+        began_s, patience_s = self._clock(), self.job.config.worker_timeout
+        while self._clock() < began_s + (STOP_TIMEOUT_S if self._stop.is_set() else patience_s):
             statuses = [server.status() for server in self._servers]
             if not any(status.present - status.finished for status in statuses):
                 return

@@ -21,6 +21,7 @@ from offbeat.roles.calls import Status
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.control import REPORT_EVERY_S
 from offbeat.roles.evaluator import Evaluator, FolderSource, score_line
+from offbeat.roles.judging import make_referee
 from offbeat.roles.master import Master
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
@@ -358,6 +359,7 @@ class EvaluatorRole(Role):
             stop=context.stop,
             scored=self._scored,
             warn=self._warn,
+            judge=make_referee(job, context.folder, context.say),
         )
 
     def run(self) -> None:

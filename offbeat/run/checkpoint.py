@@ -187,6 +187,11 @@ def write_weights(path: Path, state: dict[str, Tensor]) -> None:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """What `write_weights` wrote."""
+    return load_tensors(_read(path))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The committed checkpoints in a folder, oldest first."""
     return sorted((p for p in folder.glob("*") if p.name.isdigit()), key=lambda p: int(p.name))

@@ -95,11 +95,12 @@ def free_path(folder: Path, name: str) -> Path:
     return path
 
 
-def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every event in a run's events folder, file by file, a role's in the order of time. A last
+def read_events(folder: Path, names: str = "*") -> Iterator[dict[str, Any]]:
+    """Every event in a run's events folder, or of roles whose `names` match this pattern, file by
+    file, a role's in the order of time. A last
     line that was cut off is left out; another one that is no event, as a crash of the machine may
     leave, is of kind `unreadable`."""
-    for path in sorted(folder.glob("*.jsonl"), key=_in_time):
+    for path in sorted(folder.glob(f"{names}.jsonl"), key=_in_time):
         with path.open(encoding="utf-8", errors="replace") as file:
             while lines := list(itertools.islice(file, READ_AT_ONCE)):
                 if not lines[-1].endswith("\n"):

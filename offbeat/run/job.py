@@ -47,12 +47,13 @@ from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer, schedule_name
 from offbeat.plugins import Choice, find
 from offbeat.randomness import make_seed
-from offbeat.recipes.base import Recipe, accuracy
+from offbeat.recipes.base import Recipe, accuracy, metric_name
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine, shared_gpu
 from offbeat.run.initial import Initial, fill, read_initial
+from offbeat.run.stopping import higher_is_better
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
@@ -87,6 +88,8 @@ class Facts:
     """Workers may come and go: the run ends with its `total_updates`, whoever made them."""
     engine: str = "local"
     """What starts the roles."""
+    higher_is_better: bool | None = None
+    """Of the metric; None: nobody says."""
     crews: Sequence[Sequence[int]] = ()
     """Ranks that share a process; who is in none has one alone, where workers are processes."""
 
@@ -525,6 +528,7 @@ def make_job(
         and config.split == "shared"
         and not config.chosen.kind.in_rounds,
         engine=engine,
+        higher_is_better=higher_is_better(metric_name(recipe), recipe.metric),
         crews=crews,
     )
     job = _cut(config, recipe, manifest, facts)
@@ -539,6 +543,7 @@ def make_job(
     _from_recipe("schedule", lambda: float(recipe.schedule(0, total)))
     if config.eval_every is None:
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
+    _check_judging(config, recipe, facts)
     return dataclasses.replace(
         job, config=config, facts=dataclasses.replace(job.facts, total_updates=total)
     )
@@ -555,6 +560,25 @@ def _find_initial(
             "model() load them"
         )
     return read_initial(kept or Path(config.init), module)
+
+
+def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
+    """Whether there will be scores that something can follow from."""
+    if not config.is_judged:
+        return
+    what = "stop_at, patience and keep_best"
+    if config.engine == "cluster":
+        raise ConfigError(f"{what} need an evaluator beside training, which a cluster has not")
+    if not facts.has_test:
+        raise ConfigError(f"{what} need test data to score on, and the recipe has none")
+    if facts.higher_is_better is None:
+        name = metric_name(recipe)
+        raise ConfigError(
+            f"{what} need to know whether more {name} is better: say so in the recipe's file, as "
+            f"{name}.higher_is_better = False"
+        )
+    if config.eval_every == 0 and (config.stop_at is not None or config.patience is not None):
+        raise ConfigError("stop_at and patience need scores along the way: give --eval-every")
 
 
 def rejoin_job(

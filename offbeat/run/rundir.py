@@ -40,6 +40,11 @@ class RunFolder:
         self.logs = path / "logs"
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"
+        self.enough = path / "enough.json"
+        """Why the run is to end before its work is done; written by the evaluator."""
+        self.best = path / "best.safetensors"
+        """With --keep-best: what was scored best so far; `best_score` says which version."""
+        self.best_score = path / "best.json"
         self.initial = path / "init.safetensors"
         """What the run began from, with --init."""
         self.tensorboard = path / "tensorboard"
@@ -70,6 +75,20 @@ class RunFolder:
     def write_state(self, outcome: str, last: str | None) -> None:
         """How training ended, and which checkpoint was its last."""
         self.write_json(self.state, {"outcome": outcome, "last_checkpoint": last})
+
+    def early_reason(self) -> str | None:
+        """Why the run ended before its work was done; None: it did not, as far as is known here."""
+        return str(self.read_json(self.enough)["reason"]) if self.enough.exists() else None
+
+    def write_best(self, version: int, metric: float) -> None:
+        self.write_json(self.best_score, {"version": version, "metric": metric})
+
+    def read_best(self) -> tuple[int, float] | None:
+        """Which version was scored best, and what it scored; None: none is kept."""
+        if not self.best_score.exists():
+            return None
+        found = self.read_json(self.best_score)
+        return int(found["version"]), float(found["metric"])
 
     def open_log(self, role: str) -> logging.Logger:
         """A logger of one role, to logs/ROLE.log; `close_log` ends it."""

@@ -104,6 +104,21 @@ def test_a_score_that_is_no_number_is_shown_once(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("test accuracy nan at version 480") == 1
 
 
+def test_the_best_can_be_scored_again(
+    tmp_path: Path, recipes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = str(tmp_path / "r")
+    flags = ["--engine", "inproc", "--eval-every", "10", "--quiet", "--run-dir", run_dir]
+    assert main(["train", "--recipe", f"{recipes}:recipe", "--keep-best", *flags]) == 0
+    found = json.loads((tmp_path / "r" / "summary.json").read_text())["best"]
+    printed = capsys.readouterr().out
+    assert f"Best: {found['metric']:.4f} at version {found['version']}\n" in printed
+    assert main(["eval", run_dir, "--best"]) == 0
+    line = f"version {found['version']}: precision @ 1 = {found['metric']:.3f}\n"
+    assert line in capsys.readouterr().out
+    assert main(["export", run_dir, str(tmp_path / "m.safetensors"), "--best"]) == 0
+
+
 def test_quiet_prints_the_result_only(recipes: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--recipe", f"{recipes}:recipe", "--quiet"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
