@@ -141,16 +141,16 @@ class TrainConfig:
     lr_scale: str = _option(
         "none",
         text,
-        "what the learning rate is multiplied by: the number of workers, as is usual in sync with "
-        "SGD, or its square root, as is usual with Adam; none where workers are asynchronous, who "
-        "make so many times as many updates, or with --reduce sum",
+        "what the learning rate is multiplied by: linear, the number of workers (usual in sync with "
+        "SGD); sqrt, its square root (usual in sync with Adam); none, nothing (usual where they are "
+        "asynchronous, and make so many times as many updates, and with --reduce sum)",
         choices=tuple(LR_SCALES),
     )
     clip_norm: float | None = _option(
         None,
         number,
         "scale a gradient down where its norm, over all parameters, is above this; in sync the "
-        "mean of a round's",
+        "mean of a round's; inf: never (default: as the recipe has it)",
     )
     clip_value: float | None = _option(
         None, number, "bring the elements of a gradient that are further from zero to this"
@@ -320,6 +320,10 @@ class TrainConfig:
         return self.chosen.kind.merges and self.workers > 1
 
     @property
+    def clips_by_norm(self) -> bool:
+        return self.clip_norm is not None and self.clip_norm != math.inf
+
+    @property
     def is_judged(self) -> bool:
         """Whether anything follows from scores."""
         return self.stop_at is not None or self.patience is not None or self.keep_best
@@ -355,7 +359,7 @@ class TrainConfig:
             value = getattr(config, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be above 0, not {value:g}")
-        for name in ("lr", "clip_norm", "clip_value"):
+        for name in ("lr", "clip_value"):
             if getattr(config, name) == math.inf:
                 raise ConfigError(f"{name} must be finite")
         if config.steps is not None and config.epochs is not None:
@@ -366,7 +370,7 @@ class TrainConfig:
             raise ConfigError(f"several devices are given by devices, as --devices {config.device}")
         if config.stop_at == -math.inf:
             raise ConfigError("stop_at must be finite, or inf: never")
-        _check_clipping(config)
+        check_clipping(config)
         _check_injected(config)
         if config.init is not None:  # it is read by whoever is told of it, from any folder
             config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
@@ -413,8 +417,9 @@ def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
 def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What of `before` still holds beside what is `given`, also where that has another name."""
     overruled = set(given)
-    if "steps" in given or "epochs" in given:
-        overruled |= {"steps", "epochs"}
+    for names in ({"steps", "epochs"}, {"clip_norm", "clip_value"}):
+        if names & overruled:
+            overruled |= names
     if "discipline" in given:
         source, parts = parse(str(given["discipline"]), disciplines.BUILT_IN)
         if source != parse(str(before.get("discipline", "")), disciplines.BUILT_IN)[0]:
@@ -490,14 +495,15 @@ def _by_rank(name: str, value: str | None, form: str, example: str) -> dict[int,
     return found
 
 
-def _check_clipping(config: TrainConfig) -> None:
+def check_clipping(config: TrainConfig) -> None:
+    """What the options say, or the recipe suggests."""
     if config.clip_norm is not None and config.clip_value is not None:
         raise ConfigError("clip_norm and clip_value both clip gradients: give one of the two")
-    if config.clip_norm is not None and config.merges and config.servers > 1:
+    if config.clips_by_norm and config.merges and config.servers > 1:
         raise ConfigError(
             f"clip_norm needs the norm of all of an update's gradient, and under "
             f"{config.chosen.kind.name} each of the {config.servers} servers has a slice of it: "
-            f"--servers 1, an asynchronous discipline, or --clip-value"
+            f"--servers 1, an asynchronous discipline, --clip-value, or --clip-norm inf"
         )
 
 

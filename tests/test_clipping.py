@@ -14,6 +14,7 @@ from torch import nn
 import offbeat
 from offbeat import SGD, Adam
 from offbeat.clipping import Arriving, ClipNorm, ClipValue
+from offbeat.errors import ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.report.document import percent
 from offbeat.report.write import write_report
@@ -177,6 +178,32 @@ def test_norms_are_written_down_and_the_clipped_ones_counted(tmp_path: Path) -> 
     norms = norms_of(rounds, "push")
     assert len(norms) == 18 and len(set(norms)) == 9 and not norms_of(rounds, "step")
     assert rounds.summary["clipped"] == sum(norm > 0.25 for norm in norms) / 18
+
+
+def test_a_recipe_suggests_a_norm_and_a_flag_says_otherwise(tmp_path: Path) -> None:
+    recipe = toy_recipe(clip_norm=0.5)
+    assert toy_job(recipe).config.clip_norm == 0.5
+    assert toy_job(recipe, clip_norm=2).config.clip_norm == 2
+    assert toy_job(recipe, clip_value=2).config.clip_norm is None
+    with pytest.raises(ConfigError, match="each of the 2 servers has a slice of it"):
+        toy_job(recipe, discipline="sync", servers=2)
+    result = train(recipe, tmp_path / "r", discipline="sync", servers=2, steps=3, clip_norm="inf")
+    assert result.summary["clipped"] is None and not norms_of(result, "push")
+    with pytest.raises(RecipeError, match="clip_norm must be above 0 and finite, not 0"):
+        toy_recipe(clip_norm=0)
+
+
+def test_a_run_that_goes_on_may_clip_in_another_way(tmp_path: Path) -> None:
+    recipe = toy_recipe()
+    train(recipe, tmp_path / "r", workers=1, steps=3, clip_norm=0.5)
+    result = offbeat.resume(tmp_path / "r", recipe, steps=6, clip_value=0.1)
+    assert len(norms_of(result, "step")) == 3
+    result = offbeat.resume(tmp_path / "r", recipe, steps=9, clip_norm="inf")
+    assert result.summary["clipped"] == 0 and report_of(result)
+
+
+def report_of(result: offbeat.Result) -> str:
+    return write_report([result.run_dir], result.run_dir)[1].read_text()
 
 
 def test_without_it_nobody_asks_for_a_norm(run_dir: Path) -> None:

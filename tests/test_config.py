@@ -104,7 +104,7 @@ def test_bounded_takes_its_number_both_ways(given: dict[str, Any], staleness: fl
         ({"lr_scale": "liner"}, "unknown lr_scale 'liner'; did you mean 'linear'"),
         ({"clip_norm": 0}, "clip_norm must be above 0, not 0"),
         ({"clip_norm": "nan"}, "clip_norm must be a number"),
-        ({"clip_norm": "inf"}, "clip_norm must be finite"),
+        ({"clip_value": "inf"}, "clip_value must be finite"),
         ({"clip_value": -1}, "clip_value must be above 0, not -1"),
         ({"clip_value": 1, "clip_norm": 1}, "give one of the two"),
         ({"clip_norm": 1, "discipline": "sync", "servers": 2}, "--servers 1, an asynchronous"),

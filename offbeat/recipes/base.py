@@ -6,6 +6,7 @@ that was found, so that it goes on from any folder.
 """
 
 import hashlib
+import math
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -137,6 +138,8 @@ class Recipe:
     batch_size: examples in a step of one device, where --batch-size does not say.
     epochs: how often the data is gone through, where neither --epochs nor --steps says.
     amp: the shorter number format to compute in ("bf16"), where --amp does not say; None: float32.
+    clip_norm: the norm above which gradients are clipped, where neither --clip-norm nor
+        --clip-value says; None: none are.
     """
 
     model: Callable[[], nn.Module]
@@ -153,6 +156,7 @@ class Recipe:
     batch_size: int = 100
     epochs: int = 1
     amp: str | None = None
+    clip_norm: float | None = None
 
     def fed(self, feed: str | None) -> "Recipe":
         """This recipe as it is under `feed`, or under its own."""
@@ -190,6 +194,11 @@ class Recipe:
             )
         if self.amp not in (None, BF16):
             raise RecipeError(f"a recipe's amp must be {BF16!r} or None, not {self.amp!r}")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise RecipeError(
+                f"a recipe's clip_norm must be above 0 and finite, not {self.clip_norm!r}; None: "
+                f"nothing is clipped"
+            )
         for name in ("batch_size", "epochs"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -92,7 +92,7 @@ def _figures(record: Record) -> Section:
     if (clipped := record.clipped()) is not None:
         rows.append(
             (
-                f"gradients with a norm above {record.config['clip_norm']:g}, clipped",
+                f"gradients with a norm above {float(record.config['clip_norm']):g}, clipped",
                 percent(clipped),
             )
         )

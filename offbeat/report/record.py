@@ -261,7 +261,7 @@ class Record:
         """The share of gradients whose norm was above --clip-norm; None: none was looked at."""
         norms = [norm for worker in self.workers.values() for norm in worker.norms]
         most = self.config.get("clip_norm")
-        return sum(norm > most for norm in norms) / len(norms) if norms and most else None
+        return sum(norm > float(most) for norm in norms) / len(norms) if norms and most else None
 
     @property
     def first_s(self) -> float:

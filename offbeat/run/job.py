@@ -22,7 +22,7 @@ from torch import nn
 from offbeat.capture import CapturedAugment, make_recorder
 from offbeat.clipping import Clip, ClipNorm, ClipValue
 from offbeat.compiling import Compiled, check_toolchain
-from offbeat.config import AUTO, BATCHING, LR_SCALES, OFF, TrainConfig
+from offbeat.config import AUTO, BATCHING, LR_SCALES, OFF, TrainConfig, check_clipping
 from offbeat.data.batches import (
     Batch,
     Share,
@@ -203,7 +203,7 @@ class Job:
     def _make_clip(self) -> Clip | None:
         """What makes too large a gradient smaller, where it is whole."""
         config = self.config
-        if config.clip_norm is not None:
+        if config.clips_by_norm and config.clip_norm is not None:
             return ClipNorm(config.clip_norm, [spec.numel for spec in self.manifest.tensors])
         return None if config.clip_value is None else ClipValue(config.clip_value)
 
@@ -488,6 +488,7 @@ def make_job(
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
     config = _resolve_suggestions(config, recipe)
+    check_clipping(config)
     devices = [  # one that is not here is a usage error
         find_devices(config.devices or config.device, rank) for rank in range(config.workers)
     ]
@@ -649,6 +650,9 @@ def _resolve_suggestions(config: TrainConfig, recipe: Recipe) -> TrainConfig:
         batch_size=config.batch_size or recipe.batch_size,
         threads=threads,
         amp=config.amp or recipe.amp,
+        clip_norm=recipe.clip_norm
+        if config.clip_norm is None and config.clip_value is None
+        else config.clip_norm,
     )
 
 
