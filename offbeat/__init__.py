@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         step_decay,
     )
     from offbeat.recipes.base import Recipe, accuracy
+    from offbeat.recipes.metrics import metric
 
 _HOME = {
     "Adagrad": "optim",
@@ -57,6 +58,7 @@ _HOME = {
     "load": "api",
     "load_dataset": "data.datasets",
     "log": "loops.distribute",
+    "metric": "recipes.metrics",
     "rank": "loops.distribute",
     "resume": "api",
     "step_decay": "optim",
@@ -92,6 +94,7 @@ __all__ = [
     "load",
     "load_dataset",
     "log",
+    "metric",
     "rank",
     "resume",
     "step_decay",

@@ -28,12 +28,21 @@ from offbeat.engines.local import LocalEngine
 from offbeat.errors import CheckpointError, ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.importing import FILE_PREFIX
-from offbeat.recipes.base import Recipe, RecipeFile, load_recipe, locate, metric_name
+from offbeat.recipes.base import (
+    Recipe,
+    RecipeFile,
+    directions,
+    load_recipe,
+    locate,
+    metric_name,
+)
+from offbeat.recipes.metrics import Scores
 from offbeat.report.summary import summarise
 from offbeat.roles.control import Control
-from offbeat.roles.evaluator import Evaluator, FolderSource, found_in, score_line
+from offbeat.roles.evaluator import Evaluator, FolderSource, found_in
 from offbeat.roles.evaluator import Found as Scored
 from offbeat.roles.judging import past_scores
+from offbeat.roles.scoring import score_line
 from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
 from offbeat.run.job import Facts, Job, make_job, rejoin_job
 from offbeat.run.progress import Display, MakeDisplay, make_display
@@ -79,6 +88,17 @@ class Result:
         if self.summary["metric_is_nan"]:
             return math.nan
         return cast("float | None", self.summary["test_metric"])
+
+    @property
+    def test_scores(self) -> dict[str, float]:
+        """By each metric's name, the test loss among them; NaN where one is no number."""
+        found = self.summary["test_scores"]
+        return {name: math.nan if value is None else value for name, value in found.items()}
+
+    @property
+    def test_loss(self) -> float | None:
+        """NaN where it is no number; None: there is no test data, or the loss fails on it."""
+        return self.test_scores.get("loss")
 
     @cached_property
     def staleness(self) -> Staleness:
@@ -156,8 +176,9 @@ def evaluate(
 ) -> float | None:
     """Score the newest checkpoint in a run's folder on its test data, each example once; with
     `follow` each newest one until the run is over, with `best` what was scored best. Returns the
-    last score; a line for each goes to `say`. The run goes on undisturbed; nothing is written into
-    its folder. `recipe`: the same one, where it is not to be found where it was."""
+    last score by the recipe's metric, the first of several; a line with all of them for each
+    checkpoint goes to `say`. The run goes on undisturbed; nothing is written into its folder.
+    `recipe`: the same one, where it is not to be found where it was."""
     folder = RunFolder(Path(run_dir))
     config, described = folder.read_config()
     config = dataclasses.replace(
@@ -178,9 +199,9 @@ def evaluate(
         raise RecipeError(f"the recipe {config.recipe} has no test data: there is nothing to score")
     scores: list[float] = []
 
-    def scored(version: int, metric: float) -> None:
-        scores.append(metric)
-        line = score_line(job.recipe, metric)
+    def scored(version: int, found: Scores) -> None:
+        scores.append(found.metric)
+        line = score_line(found.values)
         say(f"version {version}: {line}" if follow or best else line)
 
     source = FolderSource(folder, 1, log=log, gives_up=True)
@@ -467,6 +488,7 @@ def _describe(job: Job, found: Found) -> dict[str, Any]:
         recipe_file=found.kept,
         resolved=job.resolved,
         metric=metric_name(job.recipe),
+        metrics=directions(job.recipe),
         job=dataclasses.asdict(job.facts),
     )
 

@@ -141,9 +141,9 @@ class TrainConfig:
     lr_scale: str = _option(
         "none",
         text,
-        "what the learning rate is multiplied by: linear, the number of workers (usual in sync with "
-        "SGD); sqrt, its square root (usual in sync with Adam); none, nothing (usual where they are "
-        "asynchronous, and make so many times as many updates, and with --reduce sum)",
+        "what the learning rate is multiplied by: linear, the number of workers (usual in sync "
+        "with SGD); sqrt, its square root (usual in sync with Adam); none, nothing (usual where "
+        "they are asynchronous, and make so many times as many updates, and with --reduce sum)",
         choices=tuple(LR_SCALES),
     )
     clip_norm: float | None = _option(

@@ -312,7 +312,7 @@ def squared(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_without_a_metric_a_regression_is_judged_by_its_loss(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.roles.evaluator.BATCH_SIZE", 100)  # the last one has 40
+    monkeypatch.setattr("offbeat.roles.scoring.BATCH_SIZE", 100)  # the last one has 40
     x = toy_data()[0] / 10  # or the rate would be too high for it
     data = x, x.sum(dim=1, keepdim=True).square()
     recipe = regression(data, squared, model=lambda: nn.Sequential(nn.Linear(6, 1), nn.Dropout()))
@@ -387,6 +387,121 @@ def test_a_metric_that_is_no_number_is_shown_and_no_failure(
     assert (result.summary["test_metric"], result.summary["metric_is_nan"]) == (None, True)
     shown = capsys.readouterr().out
     assert f"warning: the metric odd is {bad}, no number, at version 48; look at" in shown
+
+
+def top2(model: nn.Module, batch: Any) -> tuple[float, int]:
+    best = model(batch[0]).topk(2).indices
+    return float((best == batch[1][:, None]).any(dim=1).sum()), len(batch[1])
+
+
+def missed(model: nn.Module, batch: Any) -> tuple[float, int]:
+    right, count = offbeat.accuracy(model, batch)
+    return count - right, count
+
+
+SEVERAL: dict[str, Any] = {
+    "accuracy": offbeat.accuracy,
+    "top2": offbeat.metric(top2, higher_is_better=True),
+    "missed": missed,
+}
+
+
+def test_several_metrics_and_the_loss_are_scored_by_name(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.roles.scoring.BATCH_SIZE", 100)  # the last one has 40
+    recipe = toy_recipe(metrics=SEVERAL)
+    result = offbeat.train(recipe, run_dir=run_dir, workers=1, threads=1, steps=10)
+    module = toy_model().eval()
+    module.load_state_dict(result.state_dict())
+    data = toy_data()
+    wanted = {name: total / n for name, m in SEVERAL.items() for total, n in [m(module, data)]}
+    wanted["loss"] = cross_entropy(module, data).item()
+    assert list(result.test_scores) == ["accuracy", "top2", "missed", "loss"]
+    assert result.test_scores == pytest.approx(wanted, rel=1e-5)
+    assert result.test_loss == result.summary["test_loss"] == result.test_scores["loss"]
+    assert result.test_accuracy == result.test_metric == result.test_scores["accuracy"]
+    ways = {"accuracy": True, "top2": True, "missed": None, "loss": False}
+    assert result.summary["higher_is_better"] == ways
+    assert json.loads((run_dir / "config.json").read_text())["metrics"] == ways
+    *_, event = [e for e in read_events(run_dir / "events") if e["kind"] == "score"]
+    assert event["scores"] == result.test_scores and event["metric"] == result.test_accuracy
+    lines: list[str] = []
+    assert offbeat.evaluate(run_dir, recipe=recipe, say=lines.append) == result.test_accuracy
+    words = [f"{name} = {value:.3f}" for name, value in list(wanted.items())[1:]]
+    assert lines == [", ".join([f"precision @ 1 = {wanted['accuracy']:.3f}", *words])]
+    logged = (run_dir / "logs" / "evaluator.log").read_text()
+    assert f"version 10: accuracy {wanted['accuracy']:.4f}, top2 {wanted['top2']:.4f}, " in logged
+
+
+def test_a_metric_called_loss_takes_the_place_of_the_recipes(run_dir: Path) -> None:
+    metrics = {"accuracy": offbeat.accuracy, "loss": lambda model, batch: (3.0, 1)}
+    assert train(toy_recipe(metrics=metrics), run_dir, workers=1, steps=2).test_loss == 3.0
+
+
+def test_a_single_metric_may_say_which_way_it_is_better(run_dir: Path) -> None:
+    recipe = toy_recipe(metric=offbeat.metric(missed, higher_is_better=False))
+    summary = train(recipe, run_dir, workers=1, steps=2).summary
+    assert summary["metric"] == "missed"
+    assert summary["higher_is_better"] == {"missed": False, "loss": False}
+
+
+def test_a_loss_that_fails_on_test_data_is_left_out_and_told_once(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            raise KeyError("what only training has")
+        return cross_entropy(model, batch)
+
+    recipe = toy_recipe(loss=loss)
+    result = offbeat.train(recipe, run_dir=run_dir, workers=1, threads=1, eval_every=5)
+    assert result.test_loss is None and result.summary["test_loss"] is None
+    assert list(result.test_scores) == ["accuracy"]
+    assert capsys.readouterr().out.count("no test loss: the recipe's loss fails on the test") == 1
+
+
+def test_a_test_loss_that_is_no_number_is_shown_and_no_failure(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        found = cross_entropy(model, batch)
+        return found if torch.is_grad_enabled() else found * math.inf
+
+    result = offbeat.train(toy_recipe(loss=loss), run_dir=run_dir, workers=1, threads=1)
+    assert result.test_loss is not None and math.isnan(result.test_loss)
+    assert result.summary["test_scores"]["loss"] is None and result.test_accuracy is not None
+    shown = capsys.readouterr().out
+    assert "warning: the metric loss is inf, no number, at version 48; look at" in shown
+    assert "the recipe's loss" in shown
+
+
+def test_metrics_of_the_users_that_fail_end_the_run(run_dir: Path) -> None:
+    def broken(model: nn.Module, batch: Any) -> tuple[float, int]:
+        raise KeyError("x")
+
+    with pytest.raises(RoleError, match="KeyError"):
+        train(toy_recipe(metrics={**SEVERAL, "loss": broken}), run_dir, workers=1, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"metric": missed, "metrics": SEVERAL}, "either a metric or metrics"),
+        ({"metrics": {"a=b": missed}}, "name must be made of letters.*'a=b'"),
+        ({"metrics": {"top5": 5}}, "metric top5 must be a function"),
+    ],
+)
+def test_metrics_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        toy_recipe(**fields)
+    with pytest.raises(RecipeError, match="must be a function"):
+        offbeat.metric(0.5, higher_is_better=True)  # type: ignore[arg-type]
+
+
+def test_accuracy_among_several_is_for_classes_too(run_dir: Path) -> None:
+    with pytest.raises(RecipeError, match="whole numbers"):
+        train(regression((X, X[:, :1]), squared, metrics=SEVERAL), run_dir)
 
 
 def test_without_test_data_there_is_no_score(run_dir: Path) -> None:

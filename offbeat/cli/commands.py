@@ -43,6 +43,7 @@ from offbeat.config import (
 from offbeat.data.catalog import DATASETS, find_dataset
 from offbeat.engines.forkserver import FORK_SERVER, fork_server
 from offbeat.errors import ConfigError, OffbeatError
+from offbeat.recipes.metrics import HIGHER_IS_BETTER
 from offbeat.roles.control import CONTROL_VARIABLE, Control
 
 INTERRUPTED = 130
@@ -256,7 +257,7 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
         stopped = roles.serve(endpoint, index, getattr(known, "bind", None))
     elif role == "worker":
         done, stopped = roles.work(endpoint, rank, given, scores=known.score)
-        for line in _lines(done.metric_name, done.metric, done.time_s, done.loss):
+        for line in _lines(done.metric_name, done.scores, done.time_s, done.loss):
             say(line)
     else:
         stopped = roles.score(endpoint, given)
@@ -425,9 +426,12 @@ _COMMANDS = {
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The last lines on the console, as the distributed MNIST seed ends."""
-    metric = math.nan if summary["metric_is_nan"] else summary["test_metric"]
-    lines = _lines(summary["metric"], metric, summary["total_time_s"], summary["final_cost"])
+    """The last lines on the console."""
+    name, found = summary["metric"], dict(summary.get("test_scores", {}))
+    if summary["metric_is_nan"] or summary["test_metric"] is not None:
+        found[name] = summary["test_metric"]
+    scores = {key: math.nan if value is None else value for key, value in found.items()}
+    lines = _lines(name, scores, summary["total_time_s"], summary["final_cost"])
     best = summary.get("best")
     if summary.get("keeps_best") and best is not None:
         lines.append(f"Best: {best['metric']:.4f} at version {best['version']}")
@@ -444,13 +448,18 @@ def _launch_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     )
 
 
-def _lines(name: str, metric: float | None, time_s: float, cost: float | None) -> list[str]:
-    lines = []
-    if metric is not None and name in ("accuracy", "loss"):
-        lines.append(f"Test-{name.capitalize()}: {metric:.4f}")
-    elif metric is not None:
-        lines.append(f"Test-Metric: {metric:.4f} ({name})")
+def _lines(name: str, scores: Mapping[str, float], time_s: float, cost: float | None) -> list[str]:
+    """The last three are those that the distributed MNIST seed ends with; `name` is the metric that
+    they tell."""
+    lines = [_score_line(other, scores[other]) for other in scores if other != name]
+    lines += [_score_line(name, scores[name])] if name in scores else []
     lines.append(f"Total Time: {time_s:.2f}s")
     if cost is not None and math.isfinite(cost):
         lines.append(f"Final Cost: {cost:.4f}")
     return lines
+
+
+def _score_line(name: str, value: float) -> str:
+    if name in HIGHER_IS_BETTER:
+        return f"Test-{name.capitalize()}: {value:.4f}"
+    return f"Test-Metric: {value:.4f} ({name})"

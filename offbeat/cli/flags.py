@@ -154,10 +154,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         metavar="X",
-        type=_number,
+        type=_target,
         default=None,
-        help="how good is good enough: report the time to it (default: the highest whole percent "
-        "of accuracy that every run reached)",
+        help="how good is good enough: report the time to it; NAME=X judges by that metric "
+        "(default: the highest whole percent of accuracy that every run reached)",
     )
 
 
@@ -509,6 +509,13 @@ def _number(text: str) -> float:
         if math.isfinite(float(text)):
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no number")
+
+
+def _target(text: str) -> float | tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    if equals and not name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no metric, as top5=0.9 does")
+    return (name, _number(value)) if equals else _number(text)
 
 
 def _count(text: str) -> int:

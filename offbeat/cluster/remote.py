@@ -41,8 +41,9 @@ from offbeat.roles.calls import (
     TellFailure,
 )
 from offbeat.roles.context import Context, Say, SentRecords
-from offbeat.roles.evaluator import CheckpointSource, Found, Look, evaluate
+from offbeat.roles.evaluator import CheckpointSource, Found, Look
 from offbeat.roles.run import Role, make_role, run_role
+from offbeat.roles.scoring import Scoring
 from offbeat.run.job import Job
 from offbeat.transport.base import CallEnd, Layout, Message, keep_trying
 from offbeat.transport.security import Terms
@@ -105,7 +106,8 @@ class WorkDone:
     time_s: float
     """Since the run began."""
     metric_name: str
-    metric: float | None
+    scores: Mapping[str, float]
+    """Empty: nobody asked."""
 
 
 def ask_config(
@@ -174,15 +176,16 @@ def run_worker(
         raise failure if stop.is_set() else _with_patience(failure, start_timeout_s)
     done = role.progress()
     say(f"worker {rank} is through after {done['steps']} steps")
-    metric = None
+    found: Mapping[str, float] = {}
     if scores and job.test is not None:
-        metric, _ = evaluate(model.module, job.recipe, job.test, job.devices(rank)[0])
+        scoring = Scoring(job.recipe, job.test, job.devices(rank)[0], log.warning)
+        found = scoring.score(model.module).values
     return WorkDone(
         num_steps=done["steps"],
         loss=math.nan if done["loss"] is None else done["loss"],
         time_s=clock(),
         metric_name=metric_name(job.recipe),
-        metric=metric,
+        scores=found,
     )
 
 

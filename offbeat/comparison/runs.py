@@ -24,6 +24,7 @@ from offbeat.engines.books import Books
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
 from offbeat.recipes.base import Recipe, RecipeFile, metric_name
+from offbeat.report.groups import Target
 from offbeat.report.summary import summarise
 from offbeat.report.write import write_report
 from offbeat.run.checkpoint import prune_checkpoints
@@ -52,15 +53,16 @@ def compare(
     servers: Sequence[int] | None = None,
     seeds: int | None = None,
     out: str | Path | None = None,
-    target: float | None = None,
+    target: Target | None = None,
     resume: bool = False,
     **options: Any,
 ) -> Comparison:
     """Train `recipe` in every cell of the grid, and write OUT/report.html and OUT/report.md.
 
     `seeds` is how many; `options` are train's other flags by name; what is not given is as in the
-    command. `resume`: keep what has finished in `out`. A cell that fails is told in the result, and
-    does not stop the others.
+    command. `target`: what is good enough, as 0.9, or ("top5", 0.9) by another metric. `resume`:
+    keep what has finished in `out`. A cell that fails is told in the result, and does not stop the
+    others.
     """
     refuse_recursion()
     if resume and out is None:
@@ -79,7 +81,7 @@ def compare(
 def run_grid(
     grid: Grid,
     out: Path | None,
-    target: float | None = None,
+    target: Target | None = None,
     recipe: Recipe | None = None,
     *,
     resume: bool = False,
@@ -136,7 +138,7 @@ class _Comparing:
         self.failed: dict[str, str] = {}
         self.interrupted = False
 
-    def run(self, left_out: Mapping[Cell, str], target: float | None) -> Comparison:
+    def run(self, left_out: Mapping[Cell, str], target: Target | None) -> Comparison:
         quiet = bool(self.grid.options.get("quiet"))
         overview = make_overview(
             f"{self.grid.recipe} -> {self.out}", len(self.configs), quiet=quiet

@@ -73,6 +73,7 @@ def status_of(
     """What a person is shown of a run all of whose roles tell how far they are; `progress` is given
     the names of roles."""
     workers = progress("master", "worker")
+    evaluator = next(iter(progress("evaluator")), {})
     return Status(
         num_gradients=sum(worker.get("steps", 0) for worker in workers),
         num_examples=sum(worker.get("examples", 0) for worker in workers),
@@ -80,6 +81,7 @@ def status_of(
         loss=mean(worker.get("loss") for worker in workers),
         staleness=mean(server.get("staleness") for server in progress("ps")),
         metric_name=metric_name(job.recipe),
-        score=score_of(next(iter(progress("evaluator")), {})),
+        score=score_of(evaluator),
+        scores=evaluator.get("scores", {}),
         waits_for=waits_for,
     )

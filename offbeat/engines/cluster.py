@@ -102,6 +102,7 @@ class ClusterEngine(ThreadEngine):
     def status(self) -> Status:
         """Most workers are elsewhere: what they did is known by the servers' versions."""
         master = self._master.progress()
+        evaluator = next(iter(self._progress("evaluator")), {})
         num_gradients = master["version"] * self.job.make_discipline().gradients_per_update
         return Status(
             num_gradients=num_gradients,
@@ -110,7 +111,8 @@ class ClusterEngine(ThreadEngine):
             loss=master["loss"],
             staleness=master["staleness"],
             metric_name=metric_name(self.job.recipe),
-            score=score_of(next(iter(self._progress("evaluator")), {})),
+            score=score_of(evaluator),
+            scores=evaluator.get("scores", {}),
             waits_for="the first gradient" if master["opened"] else "the servers",
         )
 

@@ -24,6 +24,7 @@ from offbeat.data.batches import batch_length
 from offbeat.errors import RecipeError, nearest
 from offbeat.importing import import_file, import_module
 from offbeat.optim import SGD, Optimizer, Schedule, constant
+from offbeat.recipes.metrics import LOSS, Metric, check_metrics, direction_of
 
 BUILT_IN = {
     "alexnet": "offbeat.recipes.alexnet:recipe",
@@ -37,7 +38,6 @@ BUILT_IN = {
 
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Metric = Callable[[nn.Module, Any], tuple[float, float]]
 
 
 def accuracy(model: nn.Module, batch: Any) -> tuple[float, int]:
@@ -74,15 +74,16 @@ def _described(found: object) -> str:
     return f"a {type(found).__name__}"
 
 
-def mean_of(mean_loss: Loss) -> Metric:
+class MeanLoss:
     """A loss as a metric: its mean over all examples, so that a small last batch counts for
     less."""
 
-    def loss(model: nn.Module, batch: Any) -> tuple[float, int]:
-        count = batch_length(batch)
-        return float(mean_loss(model, batch)) * count, count
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
 
-    return loss
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[float, int]:
+        count = batch_length(batch)
+        return float(self._loss(model, batch)) * count, count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +125,9 @@ class Recipe:
     loss: (model, batch) -> the mean loss, to be differentiated.
     metric: (model, batch) -> a sum and a count; the result is their quotient over all test batches.
         None: `offbeat.accuracy` where the labels are classes, else the mean of the loss.
+    metrics: several of them by their names, instead of `metric`; the first is what the run is
+        judged by. `offbeat.metric` says of one which way it is better. The loss on the test data is
+        scored too, as "loss", unless one of them is called so.
     optimizer: what the servers make updates with, as offbeat.SGD(lr=0.1).
     schedule: (version, expected number of updates) -> what the learning rate is multiplied by.
     augment: (training batch, the generator to draw from) -> the batch to train on. On a GPU batch
@@ -146,6 +150,7 @@ class Recipe:
     data: Callable[[TrainConfig], tuple[Any, Any]]
     loss: Loss
     metric: Metric | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     optimizer: Optimizer = field(default_factory=SGD)
     schedule: Schedule = field(default_factory=constant)
     augment: Callable[[Any, torch.Generator], Any] | None = None
@@ -164,10 +169,14 @@ class Recipe:
         return replace(self, feed=feed, by_feed={}, **self.by_feed.get(feed, {}))
 
     def judged(self, *, by_loss: bool) -> "Recipe":
-        """This recipe with the metric that was chosen for it, where it has none of its own."""
-        if self.metric is not None:
-            return self
-        return replace(self, metric=mean_of(self.loss) if by_loss else accuracy)
+        """This recipe with all that it is scored by in `metrics`: the metric that was chosen for
+        it, where it has none of its own, and its loss."""
+        found = dict(self.metrics)
+        if not found:
+            chosen: dict[str, Metric] = {} if by_loss else {"accuracy": accuracy}
+            found = {metric_name(self): self.metric} if self.metric else chosen
+        found.setdefault(LOSS, MeanLoss(self.loss))
+        return replace(self, metric=None, metrics=found)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
@@ -179,6 +188,9 @@ class Recipe:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("metric", "augment")):
                 raise RecipeError(f"a recipe's {name} must be a function")
+        if self.metric is not None and self.metrics:
+            raise RecipeError("a recipe has either a metric or metrics: give one of the two")
+        check_metrics(self.metrics)
         if self.ema is not None and not 0 < self.ema < 1:
             raise RecipeError(
                 f"a recipe's ema must lie between 0 and 1, as 0.999, not be {self.ema!r}; None: no "
@@ -229,8 +241,16 @@ class RecipeFile:
 
 
 def metric_name(recipe: Recipe) -> str:
+    """Of what a run is judged by."""
+    if recipe.metrics:
+        return next(iter(recipe.metrics))
     name = getattr(recipe.metric, "__name__", "metric")
     return "metric" if name == "<lambda>" else name
+
+
+def directions(recipe: Recipe) -> dict[str, bool | None]:
+    """For each metric of a job's recipe, whether more of it is better; None: nobody said so."""
+    return {name: direction_of(name, function) for name, function in recipe.metrics.items()}
 
 
 def load_recipe(name: str, kept: RecipeFile | None = None) -> Recipe:

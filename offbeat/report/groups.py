@@ -4,6 +4,7 @@ Runs that differ in their seed only are one *group*; groups that differ in their
 share a *setting*, such as 2 workers and 1 server.
 """
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -13,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from offbeat.config import DISCIPLINES, FAULT_OPTIONS, discipline_options
-from offbeat.errors import RunDirError
+from offbeat.errors import RunDirError, nearest
+from offbeat.recipes.metrics import HIGHER_IS_BETTER
 from offbeat.report.document import short
 from offbeat.report.one_run import counted, shares_of
 from offbeat.report.record import Record
@@ -26,14 +28,14 @@ NOT_COMPARED = {
     # these make the variant
     *("discipline", "reduce", *discipline_options()),
 }
-HIGHER_IS_BETTER = {"accuracy": True, "loss": False}
-"""Of the metrics that Offbeat itself has."""
 MAX_POINTS = 30
 """Of a mean curve."""
 
 Setting = tuple[tuple[str, Any], ...]
 Curve = tuple[tuple[float, int, float], ...]
 """For each scored version: seconds, gradients, and what it got."""
+Target = float | tuple[str, float]
+"""What is good enough: of the metric that the runs are judged by, or of the one that is named."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,14 @@ class Run:
     """The discipline and its options."""
     setup: dict[str, str]
     metric: str
+    """What it is judged by."""
+    directions: dict[str, bool | None]
+    """Of each metric, whether more of it is better, as far as the run knows."""
     status: str
     reason: str | None
-    last_score: float | None
-    """NaN where it is no number."""
-    curve: Curve
+    last_scores: dict[str, float]
+    """By each metric's name; NaN where it is no number."""
+    curves: dict[str, Curve]
     gradients: int
     gradients_per_s: float | None
     """While all workers were at work."""
@@ -65,8 +70,20 @@ class Run:
     unreadable: int
 
     @property
+    def last_score(self) -> float | None:
+        """NaN where it is no number."""
+        return self.last_scores.get(self.metric)
+
+    @property
+    def curve(self) -> Curve:
+        return self.curves.get(self.metric, ())
+
+    @property
     def score(self) -> float | None:
-        last = self.last_score
+        return self.score_by(self.metric)
+
+    def score_by(self, metric: str) -> float | None:
+        last = self.last_scores.get(metric)
         return None if last is None or math.isnan(last) else last
 
     @property
@@ -83,10 +100,11 @@ def shortened(record: Record) -> Run:
         variant=record.variant,
         setup=setup_of(record),
         metric=record.metric,
+        directions=record.directions,
         status=record.status,
         reason=record.reason,
-        last_score=last.metric if (last := record.last_score()) else None,
-        curve=tuple(record.curve()),
+        last_scores=last.values if (last := record.last_score()) else {},
+        curves={name: tuple(record.curve(name)) for name in record.metrics},
         gradients=totals.gradients,
         gradients_per_s=record.full_rate(),
         train_time_s=time_s,
@@ -108,6 +126,8 @@ class Goal:
     metric: str
     most: bool | None
     target: float | None
+    is_guess: bool = False
+    """Nobody said which way it is better: that is taken from what training does to it."""
 
     def reached(self, run: Run) -> tuple[float, int] | None:
         """After how long, and how many gradients; None: never."""
@@ -151,6 +171,9 @@ class Group:
     @cached_property
     def score(self) -> Sample | None:
         return self.sample(lambda run: run.score)
+
+    def score_by(self, metric: str) -> Sample | None:
+        return self.sample(lambda run: run.score_by(metric))
 
     @cached_property
     def rate(self) -> Sample | None:
@@ -198,6 +221,12 @@ class Findings:
     goal: Goal
 
     @property
+    def other_metrics(self) -> list[str]:
+        """By which the runs were scored too."""
+        found = dict.fromkeys(name for run in self.runs for name in run.curves if run.curves[name])
+        return [name for name in found if name != self.goal.metric]
+
+    @property
     def settings(self) -> list[Setting]:
         return list(dict.fromkeys(group.setting for group in self.groups))
 
@@ -236,7 +265,10 @@ class Findings:
         return group.sample(over_one)
 
 
-def sort_runs(runs: Sequence[Run], target: float | None) -> Findings:
+def sort_runs(runs: Sequence[Run], target: Target | None) -> Findings:
+    if isinstance(target, tuple):
+        runs = _judged_by(runs, target[0])
+        target = target[1]
     judged = [run for run in runs if run.finished] or list(runs)
     varying = _varying([run.config for run in judged])
     goal = _goal(judged, target)
@@ -267,9 +299,16 @@ def _varying(configs: list[dict[str, Any]]) -> list[str]:
     return ["workers", "servers", *(name for name in differ if name not in ("workers", "servers"))]
 
 
+def _judged_by(runs: Sequence[Run], metric: str) -> list[Run]:
+    known = {name for run in runs for name in run.curves}
+    if metric not in known:
+        raise RunDirError(f"no run was scored by {metric!r}; {nearest(metric, known)}")
+    return [dataclasses.replace(run, metric=metric) for run in runs]
+
+
 def _goal(runs: Sequence[Run], target: float | None) -> Goal:
     """The target where none is given: the highest whole percent that every run reached. Which way
-    a metric is better is told by what training does to it."""
+    a metric is better is told by what training does to it, where nobody said so."""
     names = {run.metric for run in runs if run.curve}  # one that did not begin may not know its own
     metric, *others = sorted(names) or [runs[0].metric]
     if others:
@@ -277,13 +316,21 @@ def _goal(runs: Sequence[Run], target: float | None) -> Goal:
             f"these runs are judged by {metric} and by {', '.join(others)}: report them apart"
         )
     gains = [run.curve[-1][2] - run.curve[0][2] for run in runs if len(run.curve) > 1]
-    most = HIGHER_IS_BETTER.get(metric, sum(gains) > 0 if any(gains) else None)
+    guess = sum(gains) > 0 if any(gains) else None
+    said = _direction(runs, metric)
+    most = guess if said is None else said
     tops = [max(score for *_, score in run.curve) for run in runs if run.finished and run.curve]
     if most is None:
         target = None  # nobody knows when that is reached
     elif target is None and metric == "accuracy" and tops:
         target = math.floor(100 * min(tops) + 1e-9) / 100
-    return Goal(metric, most, target)
+    return Goal(metric, most, target, is_guess=said is None and most is not None)
+
+
+def _direction(runs: Sequence[Run], metric: str) -> bool | None:
+    """Whether more of it is better, as the runs have it; None where they do not, or disagree."""
+    found = {way for run in runs if (way := run.directions.get(metric)) is not None}
+    return found.pop() if len(found) == 1 else HIGHER_IS_BETTER.get(metric)
 
 
 def _rank(name: str) -> tuple[int, str]:

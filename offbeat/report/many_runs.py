@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offbeat.config import FAULT_OPTIONS
+from offbeat.recipes.metrics import LOSS
 from offbeat.report.document import (
     METRIC_LIMITS,
     Bar,
@@ -24,10 +25,10 @@ from offbeat.report.document import (
     spelled,
 )
 from offbeat.report.groups import (
-    HIGHER_IS_BETTER,
     Findings,
     Group,
     Run,
+    Target,
     in_words,
     mean_curve,
     sort_runs,
@@ -39,7 +40,7 @@ from offbeat.report.statistics import Sample, best_of
 from offbeat.report.summary import staleness_summary
 
 
-def describe_runs(runs: Sequence[Run], target: float | None) -> Document:
+def describe_runs(runs: Sequence[Run], target: Target | None) -> Document:
     findings = sort_runs(runs, target)
     recipes = sorted({run.config["recipe"] for run in runs})
     setups = describe_setups("How they were run", (run.setup for run in runs))
@@ -50,6 +51,7 @@ def describe_runs(runs: Sequence[Run], target: float | None) -> Document:
             _results(findings),
             _curves(findings, over="time"),
             _curves(findings, over="gradients"),
+            *(_other_curves(findings, metric) for metric in findings.other_metrics),
             _rates(findings),
             _staleness(findings),
             _time(findings),
@@ -117,9 +119,12 @@ def _winners(findings: Findings) -> Section:
         )
     if goal.most is None:
         text += f" Whether more {goal.metric} is better cannot be told from these runs."
-    elif goal.metric not in HIGHER_IS_BETTER:
+    elif goal.is_guess:
         way, best = ("raises", "highest") if goal.most else ("lowers", "lowest")
-        text += f" Training {way} {goal.metric}, so that the {best} is taken to be the best."
+        text += (
+            f" Training {way} {goal.metric}, so that the {best} is taken to be the best; "
+            f"offbeat.metric in the recipe says which way it is."
+        )
     return Section("Which one?", text, (Table(("", *(c[0] for c in criteria)), rows),))
 
 
@@ -155,7 +160,8 @@ def _winner(
 
 def _results(findings: Findings) -> Section:
     goal = findings.goal
-    header = ["setting", "discipline", "n", f"test {goal.metric} (± sd)"]
+    metrics = _tabled(findings)
+    header = ["setting", "discipline", "n", *(f"test {name} (± sd)" for name in metrics)]
     if goal.target is not None:
         header += [f"s to {goal.words}", f"gradients to {goal.words}"]
     header += ["s of training", "gradients/s", "speed-up", "staleness: mean", "p95", "max"]
@@ -165,7 +171,7 @@ def _results(findings: Findings) -> Section:
             in_words(group.setting),
             group.variant,
             str(group.num_seeds),
-            _mean_and_sd(group.score),
+            *(_mean_and_sd(group.score_by(name)) for name in metrics),
         ]
         if goal.target is not None:
             row += _to_target(group)
@@ -185,6 +191,11 @@ def _results(findings: Findings) -> Section:
     return Section("All of them", text, (Table(tuple(header), tuple(rows)),))
 
 
+def _tabled(findings: Findings) -> list[str]:
+    """The metrics that tables show: what the runs are judged by, and the test loss."""
+    return [findings.goal.metric, *(name for name in findings.other_metrics if name == LOSS)]
+
+
 def _to_target(group: Group) -> list[str]:
     if group.time_to_target is None:
         missed = f"reached by {group.num_reached} of {len(group.runs)}"
@@ -194,12 +205,30 @@ def _to_target(group: Group) -> list[str]:
 
 def _curves(findings: Findings, *, over: str) -> Section:
     name = f"test {findings.goal.metric}"
+    title = f"{name[0].upper()}{name[1:]} over {over}"
+    text = (
+        "Each point is the mean over the seeds after the same number of gradients; bands go from "
+        "the lowest to the highest of them."
+    )
+    plots = _curve_plots(findings, findings.goal.metric, over=over)
+    return Section(title, text, plots=plots)
+
+
+def _other_curves(findings: Findings, metric: str) -> Section:
+    by_time = _curve_plots(findings, metric, over="time")
+    by_count = _curve_plots(findings, metric, over="gradients")
+    return Section(f"Test {metric}", plots=(*by_time, *by_count))
+
+
+def _curve_plots(findings: Findings, metric: str, *, over: str) -> tuple[LinePlot, ...]:
+    """One for each setting."""
     x = "s of training" if over == "time" else "gradients"
     plots = []
     for setting in findings.settings:
         lines = []
         for group in findings.within(setting):
-            means = mean_curve([run.curve for run in group.runs if run.curve])
+            curves = [run.curves.get(metric, ()) for run in group.runs]
+            means = mean_curve([curve for curve in curves if curve])
             if means:
                 points = tuple(
                     (m.time_s if over == "time" else m.gradients, m.score) for m in means
@@ -207,14 +236,10 @@ def _curves(findings: Findings, *, over: str) -> Section:
                 band = tuple(m.band for m in means) if group.num_seeds > 1 else ()
                 lines.append(Line(group.variant, findings.color(group), points, band))
         if lines:
-            limits = METRIC_LIMITS.get(findings.goal.metric)
+            limits = METRIC_LIMITS.get(metric)
+            name = f"test {metric}"
             plots.append(LinePlot(in_words(setting), x, name, tuple(lines), limits=limits))
-    title = f"{name[0].upper()}{name[1:]} over {over}"
-    text = (
-        "Each point is the mean over the seeds after the same number of gradients; bands go from "
-        "the lowest to the highest of them."
-    )
-    return Section(title, text, plots=tuple(plots))
+    return tuple(plots)
 
 
 def _rates(findings: Findings) -> Section:
@@ -347,6 +372,7 @@ def _of_all(count: int, group: Group) -> str:
 
 
 def _runs(findings: Findings) -> Section:
+    metrics = _tabled(findings)
     header = ("run", "discipline", "workers", "servers", "seed", "how it ended")
     rows = tuple(
         (
@@ -356,13 +382,14 @@ def _runs(findings: Findings) -> Section:
             str(run.config["servers"]),
             str(run.config["seed"]),
             f"{run.status}: {run.reason}" if run.reason else run.status,
-            score(run.last_score),
+            *(score(run.last_scores.get(name)) for name in metrics),
             f"{run.gradients:,}",
             short(run.train_time_s),
         )
         for run in findings.runs
     )
-    table = Table((*header, f"test {findings.goal.metric}", "gradients", "s of training"), rows)
+    scores = tuple(f"test {name}" for name in metrics)
+    table = Table((*header, *scores, "gradients", "s of training"), rows)
     return Section("The runs", tables=(table,))
 
 

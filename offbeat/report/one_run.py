@@ -60,8 +60,8 @@ def counted(number: object, what: str) -> str:
 
 def _lead(record: Record) -> str:
     time_s = record.train_time_s
-    last = record.last_score()
-    learned = f"test {record.metric} {score(last.metric)}, " if last else ""
+    scores = last.values if (last := record.last_score()) else {}
+    learned = "".join(f"test {name} {score(value)}, " for name, value in scores.items())
     text = (
         f"{record.status.capitalize()}: {learned}{record.gradients:,} gradients in "
         f"{short(time_s)} s of training ({short(rate(record.gradients, time_s))} a second), seed "
@@ -108,16 +108,9 @@ def _figures(record: Record) -> Section:
 def _learning(record: Record) -> Section:
     first_s = record.first_s
     marks = tuple((s - first_s, f"{who} started again") for s, who in record.restarts)
-    plots: list[Plot] = []
-    if curve := record.curve():
-        by_time = Line(record.metric, 0, tuple((t, metric) for t, _, metric in curve))
-        by_count = Line(record.metric, 0, tuple((float(n), metric) for _, n, metric in curve))
-        name = f"test {record.metric}"
-        limits = METRIC_LIMITS.get(record.metric)
-        plots += [
-            LinePlot(f"{name} over time", "s of training", name, (by_time,), marks, limits),
-            LinePlot(f"{name} over gradients", "gradients", name, (by_count,), limits=limits),
-        ]
+    plots: list[Plot] = [
+        plot for metric in record.metrics for plot in _curves(record, metric, marks)
+    ]
     lines = []
     for rank in record.ranks:
         worker = record.workers[rank]
@@ -127,6 +120,20 @@ def _learning(record: Record) -> Section:
     plots.append(LinePlot("training loss over time", "s of training", "loss", tuple(lines), marks))
     text = f"The loss is averaged over {NUM_BINS} stretches of the run."
     return Section("How it learned", text, plots=tuple(plots))
+
+
+def _curves(record: Record, metric: str, marks: tuple[tuple[float, str], ...]) -> list[Plot]:
+    curve = record.curve(metric)
+    if not curve:
+        return []
+    by_time = Line(metric, 0, tuple((t, value) for t, _, value in curve))
+    by_count = Line(metric, 0, tuple((float(n), value) for _, n, value in curve))
+    name = f"test {metric}"
+    limits = METRIC_LIMITS.get(metric)
+    return [
+        LinePlot(f"{name} over time", "s of training", name, (by_time,), marks, limits),
+        LinePlot(f"{name} over gradients", "gradients", name, (by_count,), limits=limits),
+    ]
 
 
 def binned(

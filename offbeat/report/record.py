@@ -110,6 +110,8 @@ class Score:
     metric: float
     """NaN where it is no number."""
     at_s: float
+    values: dict[str, float]
+    """The same by name, and all others."""
 
 
 @dataclass
@@ -163,8 +165,8 @@ class Record:
     """The discipline and its options."""
     in_rounds: bool
     """An update is a round of all workers' gradients."""
-    higher_is_better: bool | None = None
-    """Of the metric; None: nobody says."""
+    directions: dict[str, bool | None] = field(default_factory=dict)
+    """Of each metric, whether more of it is better, as far as the run knows."""
     workers: dict[int, WorkerRecord] = field(default_factory=lambda: defaultdict(WorkerRecord))
     shards: dict[int, ShardRecord] = field(default_factory=lambda: defaultdict(ShardRecord))
     scores: list[Score] = field(default_factory=list)
@@ -190,8 +192,7 @@ class Record:
             case "step":
                 self.workers[event["worker"]].add(event)
             case "score":
-                metric = math.nan if event["metric"] is None else float(event["metric"])
-                self.scores.append(Score(event["version"], metric, event["at_s"]))
+                self._add_score(event)
             case "run":
                 self._add_phase(event)
             case "unreadable":
@@ -213,6 +214,12 @@ class Record:
             worker.staleness[event["staleness"]] += 1
             if event.get("norm") is not None:
                 worker.norms.append(float(event["norm"]))
+
+    def _add_score(self, event: dict[str, Any]) -> None:
+        """An older run has one metric alone."""
+        found = {self.metric: event["metric"], **event.get("scores", {})}
+        values = {k: math.nan if v is None else float(v) for k, v in found.items()}
+        self.scores.append(Score(event["version"], values[self.metric], event["at_s"], values))
 
     def _add_phase(self, event: dict[str, Any]) -> None:
         match event["phase"]:
@@ -331,21 +338,29 @@ class Record:
     def best_score(self) -> tuple[int, float] | None:
         """The version that was scored best, and what it scored; None: there is none, or nobody
         knows what is better."""
-        if self.higher_is_better is None:
+        most = self.directions.get(self.metric)
+        if most is None:
             return None
-        judge = Judge(self.metric, most=self.higher_is_better)
+        judge = Judge(self.metric, most=most)
         return judge.add_all((score.version, score.metric) for score in self.scores).best
 
-    def curve(self) -> list[tuple[float, int, float]]:
+    @property
+    def metrics(self) -> list[str]:
+        """All that there are scores by, the one that the run is judged by first."""
+        return list(dict.fromkeys([self.metric, *(n for s in self.scores for n in s.values)]))
+
+    def curve(self, metric: str | None = None) -> list[tuple[float, int, float]]:
         """Each version with a score that is a number: how long training had taken until it was
         there, how many gradients were in, and what it got. The time that scoring took is not in
-        it."""
+        it. `metric`: by which, where not by the one that the run is judged by."""
+        metric = metric or self.metric
         shard = self.shards.get(0, ShardRecord())
         reached = dict(zip(shard.versions, shard.at_s, strict=True))
         times = sorted(shard.at_s)
         first_s, last_s = self.first_s, self.last_s
         points = []
-        numbers = {s.version: s for s in self.scores if not math.isnan(s.metric)}
+        known = [s for s in self.scores if metric in s.values]
+        numbers = {s.version: s for s in known if not math.isnan(s.values[metric])}
         for score in sorted(numbers.values(), key=lambda s: s.version):
             at_s = reached.get(score.version)
             if at_s is None:  # the initial one, or its push was not written down any more
@@ -353,7 +368,8 @@ class Record:
             if at_s is None:
                 at_s = score.at_s
             at_s = min(at_s, last_s)  # a checkpoint is written, and scored, after its last update
-            points.append((max(0.0, at_s - first_s), bisect_right(times, at_s), score.metric))
+            value = score.values[metric]
+            points.append((max(0.0, at_s - first_s), bisect_right(times, at_s), value))
         return points
 
 
@@ -371,7 +387,7 @@ def read_run(path: Path, name: str | None = None) -> Record:
             dict(described.get("environment") or {}),
             dict(described.get("resolved") or {}),
             *_discipline_of(described),
-            (described.get("job") or {}).get("higher_is_better"),
+            dict(described.get("metrics") or {}),
         )
     except OSError as error:
         raise RunDirError(f"cannot read {config}: {error.strerror}; is that a run?") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.accounts import APPLIED, DROPPED, LOST, REJECTED
+from offbeat.recipes.metrics import LOSS
 from offbeat.report.record import PARTS, Kept, WorkerRecord, read_run
 
 COST_WINDOW = 100
@@ -24,6 +25,8 @@ def summarise(path: Path) -> dict[str, Any]:
     best = record.best_score()
     is_nan = last is not None and math.isnan(last.metric)
     metric = last.metric if last and not is_nan else None
+    scores = last.values if last else {}
+    numbers = {name: None if math.isnan(value) else value for name, value in scores.items()}
     workers = [record.workers[rank] for rank in record.ranks]
     totals = record.totals()
     costs = [sum(tail) / len(tail) for w in workers if (tail := _last_losses(w))]
@@ -52,6 +55,9 @@ def summarise(path: Path) -> dict[str, Any]:
         "metric_is_nan": is_nan,  # or infinite: JSON has neither
         "best": None if best is None else {"version": best[0], "metric": best[1]},
         "keeps_best": bool(config.get("keep_best")),  # in best.safetensors
+        "test_loss": numbers.get(LOSS),
+        "test_scores": numbers,
+        "higher_is_better": record.directions,
         "final_cost": sum(costs) / len(costs) if costs else None,
         "staleness": staleness_summary(record.staleness),
         "mixed_replies": record.mixed,

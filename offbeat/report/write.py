@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.errors import RunDirError
-from offbeat.report.groups import shortened
+from offbeat.report.groups import Target, shortened
 from offbeat.report.many_runs import describe_runs
 from offbeat.report.markdown import write_markdown
 from offbeat.report.one_run import describe_run
@@ -13,7 +13,7 @@ from offbeat.report.record import find_runs, read_run
 
 
 def write_report(
-    paths: Sequence[Path], out: Path | None = None, *, target: float | None = None
+    paths: Sequence[Path], out: Path | None = None, *, target: Target | None = None
 ) -> tuple[Path, Path]:
     """Report the runs at or below `paths`: one on its own, or several side by side. Written into
     `out`; where none is given, into the only path, or the current folder. Returns both files."""

@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 Progress = dict[str, Any]
 """How far a role is: ready (has it begun?), and what else is known of it: a worker's steps,
 examples and loss; a server's staleness; the master's opened, version and staleness beside its own
-worker's; an evaluator's score. It is JSON."""
+worker's; an evaluator's score, and all of its scores. It is JSON."""
 
 
 class Records(ABC):

@@ -7,28 +7,24 @@ they were kept.
 """
 
 import logging
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from offbeat.capture import RECORDINGS
-from offbeat.data.batches import Source, to_device
-from offbeat.errors import CheckpointError, DataError, RecipeError
+from offbeat.errors import CheckpointError
 from offbeat.flat import plain_name
-from offbeat.recipes.base import Recipe, metric_name
+from offbeat.recipes.metrics import Scores
+from offbeat.roles.scoring import Scoring, warnings_of
 from offbeat.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.run.rundir import RunFolder
-from offbeat.towers import CPU, find_devices
+from offbeat.towers import find_devices
 
-BATCH_SIZE = 500
 POLL_S = 0.2
 
 
@@ -146,20 +142,22 @@ class Evaluator:
         source: CheckpointSource,
         *,
         stop: threading.Event,
-        scored: Callable[[int, float], None],
+        scored: Callable[[int, Scores], None],
         warn: Callable[[str], None],
         events: EventLog | None = None,
         clock: Callable[[], float],
         judge: Callable[[Found, float], None] = lambda found, metric: None,
     ) -> None:
-        """`scored` is told each version and its metric, `warn` what is odd about one, and `judge`
+        """`scored` is told each version and its scores, `warn` what is odd about one, and `judge`
         what was scored. `events`: where scores are written down, on the run's `clock`; None:
         nowhere."""
         self.job = job
-        self.latest: tuple[int, float] | None = None
+        self.latest: tuple[int, Scores] | None = None
         """The version that was scored last, and what it scored."""
-        self._device = find_devices(job.config.devices or job.config.device, 0)[0]
-        self._module = module.to(self._device)
+        assert job.test is not None
+        device = find_devices(job.config.devices or job.config.device, 0)[0]
+        self._module = module.to(device)
+        self._scoring = Scoring(job.recipe, job.test, device, warn)
         self._source = source
         self._events = events
         self._clock = clock
@@ -190,18 +188,22 @@ class Evaluator:
         self.latest = latest  # what a person is shown is the last one's
 
     def score(self, found: Found) -> None:
-        assert self.job.test is not None
-        version, recipe = found.version, self.job.recipe
+        version = found.version
         load_state(self._module, found.state)
-        metric, count = evaluate(self._module, recipe, self.job.test, self._device)
-        self.latest = (version, metric)
+        scores = self._scoring.score(self._module)
+        self.latest = (version, scores)
         if self._events is not None:
             self._events.record(
-                "score", version=version, metric=metric, count=count, at_s=self._clock()
+                "score",
+                version=version,
+                metric=scores.metric,
+                count=scores.count,
+                scores=dict(scores.values),
+                at_s=self._clock(),
             )
-        self._scored(version, metric)
-        self._judge(found, metric)
-        if warning := warning_of(recipe, version, metric):
+        self._scored(version, scores)
+        self._judge(found, scores.metric)
+        for warning in warnings_of(version, scores.values):
             self._warn(warning)
 
 
@@ -214,40 +216,3 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     )
     missing = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
     assert not missing and not keys.unexpected_keys, f"{missing} {keys.unexpected_keys}"
-
-
-def evaluate(
-    module: nn.Module, recipe: Recipe, test: Source, device: torch.device = CPU
-) -> tuple[float, float]:
-    """The recipe's metric over all of `test`, each example once; and what it was divided by."""
-    assert recipe.metric is not None, "a job's recipe has one"
-    module.eval()
-    total = count = 0.0
-    gate = RECORDINGS.make_gate()
-    with torch.no_grad():
-        for batch in test.in_order(BATCH_SIZE):
-            with gate.lock:  # it may draw
-                found = recipe.metric(module, to_device(batch, device))
-            if not isinstance(found, tuple) or len(found) != 2:
-                raise RecipeError("the recipe's metric must return a sum and a count")
-            total += float(found[0])
-            count += float(found[1])
-    if not count:
-        raise DataError("the test data is empty, or the recipe's metric counted nothing")
-    return total / count, count
-
-
-def score_line(recipe: Recipe, metric: float) -> str:
-    """What an evaluator says of a checkpoint."""
-    name = metric_name(recipe)
-    return f"{'precision @ 1' if name == 'accuracy' else name} = {metric:.3f}"
-
-
-def warning_of(recipe: Recipe, version: int, metric: float) -> str:
-    """What is to be said of a score that is no number; empty: it is one."""
-    if math.isfinite(metric):
-        return ""
-    return (
-        f"the metric {metric_name(recipe)} is {metric}, no number, at version {version}; look at "
-        f"the test data, the model's outputs and the recipe's metric"
-    )

@@ -16,13 +16,14 @@ import torch
 from offbeat.errors import StepError
 from offbeat.flat import FlatModel
 from offbeat.ledger import Ledger
-from offbeat.recipes.base import metric_name
+from offbeat.recipes.metrics import Scores
 from offbeat.roles.calls import Status
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.control import REPORT_EVERY_S
-from offbeat.roles.evaluator import Evaluator, FolderSource, score_line
+from offbeat.roles.evaluator import Evaluator, FolderSource
 from offbeat.roles.judging import make_referee
 from offbeat.roles.master import Master
+from offbeat.roles.scoring import score_line
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
 from offbeat.run.footprint import explained
@@ -372,7 +373,10 @@ class EvaluatorRole(Role):
             raise explained(error, self._context.job, ranks) from error
 
     def progress(self) -> Progress:
-        return {"score": self._evaluator.latest}
+        if self._evaluator.latest is None:
+            return {"score": None}
+        version, scores = self._evaluator.latest
+        return {"score": (version, scores.metric), "scores": dict(scores.values)}
 
     def _look_into_folder(self) -> FolderSource:
         config, folder = self._context.job.config, self._context.folder
@@ -381,15 +385,16 @@ class EvaluatorRole(Role):
             folder, config.eval_every, log=self._log, has_skipped=config.eval_skipped
         )
 
-    def _scored(self, version: int, metric: float) -> None:
-        context, recipe = self._context, self._context.job.recipe
+    def _scored(self, version: int, scores: Scores) -> None:
+        context = self._context
         if context.folder is not None:
-            self._log.info("version %d: %s %.4f", version, metric_name(recipe), metric)
+            words = ", ".join(f"{name} {value:.4f}" for name, value in scores.values.items())
+            self._log.info("version %d: %s", version, words)
         elif context.say is not None:
-            context.say(f"version {version}: {score_line(recipe, metric)}")
+            context.say(f"version {version}: {score_line(scores.values)}")
             context.records.flush()  # the servers may be about to leave
         if context.summaries is not None:
-            context.summaries.scored(version, metric)
+            context.summaries.scored(version, scores.values)
 
     def _warn(self, line: str) -> None:
         if self._context.folder is not None:

@@ -11,7 +11,8 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            exchange_s, and with --clip-norm the gradient's norm before it was clipped
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
            only the connection broke), version, seen_version, at_s
-    score  by the evaluator: version, metric (null: NaN or infinite), count, at_s
+    score  by the evaluator: version, metric (null: NaN or infinite), count, at_s; scores: all of
+           them by their names, the metric first
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
            process) and end (status, reason) by the engine;
            checkpoint (version) and books (shards: version and accounts, as in the last
@@ -129,6 +130,8 @@ def _parsed(lines: list[str]) -> list[dict[str, Any]]:
 def _plain(key: str, value: Any) -> Any:
     """Times to the microsecond, more digits say nothing; and null for what JSON has no number
     for."""
+    if isinstance(value, dict):
+        return {name: _plain("", inner) for name, inner in value.items()}
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

@@ -47,13 +47,12 @@ from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import BY_NAME, Optimizer, schedule_name
 from offbeat.plugins import Choice, find
 from offbeat.randomness import make_seed
-from offbeat.recipes.base import Recipe, accuracy, metric_name
+from offbeat.recipes.base import Recipe, accuracy, directions, metric_name
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine, shared_gpu
 from offbeat.run.initial import Initial, fill, read_initial
-from offbeat.run.stopping import higher_is_better
 from offbeat.shard import Shard, ShardState, partition, segments_of
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
@@ -529,7 +528,7 @@ def make_job(
         and config.split == "shared"
         and not config.chosen.kind.in_rounds,
         engine=engine,
-        higher_is_better=higher_is_better(metric_name(recipe), recipe.metric),
+        higher_is_better=directions(recipe).get(metric_name(recipe)),
         crews=crews,
     )
     job = _cut(config, recipe, manifest, facts)
@@ -575,8 +574,8 @@ def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
     if facts.higher_is_better is None:
         name = metric_name(recipe)
         raise ConfigError(
-            f"{what} need to know whether more {name} is better: say so in the recipe's file, as "
-            f"{name}.higher_is_better = False"
+            f"{what} need to know whether more {name} is better: say so in the recipe, as "
+            f"metric=offbeat.metric({name}, higher_is_better=False)"
         )
     if config.eval_every == 0 and (config.stop_at is not None or config.patience is not None):
         raise ConfigError("stop_at and patience need scores along the way: give --eval-every")
@@ -667,7 +666,8 @@ def _load_data(config: TrainConfig, recipe: Recipe) -> tuple[Source, Source | No
 def _is_judged_by_loss(recipe: Recipe, module: nn.Module, test: Source | None) -> bool:
     """Whether a recipe without a metric is one that accuracy says nothing about, to judge by a few
     test examples. Where the recipe asks for accuracy that is an error."""
-    if test is None or recipe.metric not in (None, accuracy):
+    given = [recipe.metric] if recipe.metric else list(recipe.metrics.values())
+    if test is None or (given and accuracy not in given):
         return False
     batch = _from_recipe("data", lambda: next(test.in_order(NUM_LOOKED_AT), None))
     if batch is None:
@@ -677,11 +677,11 @@ def _is_judged_by_loss(recipe: Recipe, module: nn.Module, test: Source | None) -
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             accuracy(module, batch)
     except RecipeError:
-        if recipe.metric is accuracy:
+        if given:
             raise
         return True
     except Exception:  # a model that a loss calls in another way, or one for another device
-        return recipe.metric is None
+        return not given
     return False
 
 

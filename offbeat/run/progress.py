@@ -6,9 +6,9 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 WINDOW_S = 5.0
 """Rates are those of the last so many seconds."""
@@ -28,6 +28,8 @@ class Status:
     metric_name: str
     score: tuple[int, float] | None
     """The version that was scored last, and the metric it got."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """All that it got, by name."""
     waits_for: str = ""
     """Before the first gradient: what it takes."""
 
@@ -151,6 +153,9 @@ def figures(status: Status, rates: tuple[float, float] | None, *, brief: bool = 
         version, metric = status.score
         where = "" if brief else f" at version {version}"
         shown.append(f"test {status.metric_name} {metric:.4f}{where}")
+        if not brief:
+            others = {k: v for k, v in status.scores.items() if k != status.metric_name}
+            shown += [f"test {name} {value:.4f}" for name, value in others.items()]
     return shown
 
 

@@ -13,16 +13,6 @@ on, and by the summary.
 import math
 from collections.abc import Iterable
 
-DIRECTIONS = {"accuracy": True, "loss": False}
-"""Of the metrics that Offbeat itself has: whether more is better."""
-
-
-def higher_is_better(name: str, metric: object) -> bool | None:
-    """Whether more of the metric called `name` is better: as it says itself, or as is known of it;
-    None: nobody says."""
-    said = getattr(metric, "higher_is_better", None)
-    return said if isinstance(said, bool) else DIRECTIONS.get(name)
-
 
 class Judge:
     """`most`: whether more of the metric is better. `stop_at`: how good is good enough; infinite,

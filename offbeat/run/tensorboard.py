@@ -3,7 +3,7 @@
     by rank 0         loss; the graph; histograms of parameters/, gradients/ and activations/ NAME,
                       and sparsity/ of each, the fraction of zeros
     by the master     learning_rate, gradients_per_s; a histogram of the staleness
-    by the evaluator  test/METRIC
+    by the evaluator  test/ and each metric's name
 
 The x axis is always shard 0's version. Summaries only look on: they change no bit of the training,
 and one that cannot be made costs a line in the log, not the run. Each process that has something to
@@ -13,7 +13,7 @@ show writes a file of its own.
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import ConfigError, RecipeError, in_a_line
 from offbeat.flat import FlatModel, plain_name
-from offbeat.recipes.base import metric_name
 from offbeat.run.job import Job
 from offbeat.run.rundir import RunFolder
 
@@ -229,9 +228,10 @@ class Summaries:
     def of_steps(self) -> StepSummaries | None:
         return StepSummaries(self.job, self._file) if self._is_on else None
 
-    def scored(self, version: int, metric: float) -> None:
+    def scored(self, version: int, scores: Mapping[str, float]) -> None:
         if self._is_on:
-            self._file.scalar(f"test/{metric_name(self.job.recipe)}", metric, version)
+            for name, value in scores.items():
+                self._file.scalar(f"test/{name}", value, version)
 
     def watch(self, version: int, staleness: list[int]) -> None:
         """Called several times a second; shows what it sees at the beginning and whenever a

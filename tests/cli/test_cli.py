@@ -96,6 +96,39 @@ def test_the_first_of_the_last_lines(
     assert capsys.readouterr().out.splitlines()[0] == line
 
 
+def test_other_scores_come_before_the_last_three_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = {"status": "finished", "metric": "accuracy", "metric_is_nan": False}
+    summary |= {"test_metric": 0.5, "total_time_s": 1.0, "final_cost": 2.0}
+    summary |= {"test_scores": {"accuracy": 0.5, "top5": 0.9, "loss": None}}
+    result = offbeat.Result(Path("run"), summary)
+    monkeypatch.setattr("offbeat.api.train_config", lambda *args, **kwargs: result)
+    assert main([*TRAIN]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "Test-Metric: 0.9000 (top5)",
+        "Test-Loss: nan",
+        "Test-Accuracy: 0.5000",
+        "Total Time: 1.00s",
+        "Final Cost: 2.0000",
+    ]
+
+
+def test_a_line_shows_all_scores(capsys: pytest.CaptureFixture[str]) -> None:
+    display = make_display("title", 1000, quiet=False)
+    scores = {"accuracy": 0.88125, "loss": 0.25}
+    display.update(dataclasses.replace(status(500, 0.1), scores=scores))
+    assert "test accuracy 0.8812 at version 480, test loss 0.2500" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["=0.9", "top5=", "top5=x", "top5"])
+def test_a_target_is_a_number_or_a_metrics_name_and_a_number(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path), "--target", target]) == 2
+    assert "offbeat: error: argument --target:" in capsys.readouterr().err
+
+
 def test_a_score_that_is_no_number_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     display = make_display("title", 1000, quiet=False)
     for at_s in (0.1, 0.2, 0.3):  # read from a line of JSON each time, and so another object
@@ -121,7 +154,13 @@ def test_the_best_can_be_scored_again(
 
 def test_quiet_prints_the_result_only(recipes: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--recipe", f"{recipes}:recipe", "--quiet"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "Test-Loss",
+        "Test-Accuracy",
+        "Total Time",
+        "Final Cost",
+    ]
 
 
 def test_flags_beat_the_file_also_where_they_exclude_each_other(

@@ -426,7 +426,7 @@ def test_an_evaluator_scores_each_checkpoint_once_and_the_last(tmp_path: Path) -
         scores = [line for line in evaluator.lines if "precision @ 1 = " in line]
         versions = [int(line.split()[1].strip(":")) for line in scores]
         assert versions == sorted(set(versions)) and versions[-1] == result.summary["updates"]
-        assert scores[-1].endswith(f"precision @ 1 = {result.test_accuracy:.3f}"), "of the EMA"
+        assert f"precision @ 1 = {result.test_accuracy:.3f}, " in scores[-1], "of the EMA"
         kept = [e for e in read_events(made.run_dir / "events") if e["kind"] == "score"]
         assert {e["version"] for e in kept} >= set(versions)
 
@@ -501,7 +501,7 @@ def test_eval_scores_the_newest_checkpoint(
     result = offbeat.train("toy:scheduled", engine="inproc", quiet=True, run_dir=run)
     before = sorted(path for path in Path(run).rglob("*"))
     assert main(["eval", run]) == main(["eval", run, "--once"]) == 0
-    line = f"precision @ 1 = {result.test_accuracy:.3f}"
+    line = f"precision @ 1 = {result.test_accuracy:.3f}, loss = {result.test_loss:.3f}"
     assert capsys.readouterr().out.splitlines() == [line, line]
     assert main(["eval", run, "--follow"]) == 0
     assert capsys.readouterr().out == f"version {result.summary['updates']}: {line}\n"

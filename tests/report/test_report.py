@@ -353,6 +353,94 @@ def test_runs_of_different_metrics_are_reported_apart(tmp_path: Path) -> None:
         write_report([tmp_path])
 
 
+def add_scores(run: Path, ways: dict[str, bool | None], **functions: Any) -> None:
+    """Other metrics beside the accuracy, as functions of it."""
+    described = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**described, "metrics": ways}))
+    scores = run / "events" / "evaluator.jsonl"
+    events = [json.loads(line) for line in scores.read_text().splitlines()]
+    for event in events:
+        found = {name: function(event["metric"]) for name, function in functions.items()}
+        event["scores"] = {"accuracy": event["metric"], **found}
+    scores.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+WAYS = {"accuracy": True, "missed": False, "loss": False}
+
+
+def write_scored_grid(folder: Path, ways: dict[str, bool | None] = WAYS) -> None:
+    write_grid(folder)
+    for config in folder.rglob("config.json"):
+        add_scores(config.parent, ways, missed=lambda a: 1 - a, loss=lambda a: 2 - 2 * a)
+
+
+def test_other_scores_have_curves_and_the_test_loss_a_column(tmp_path: Path) -> None:
+    write_scored_grid(tmp_path)
+    page, text = (path.read_text() for path in write_report([tmp_path]))
+    for title in ("Test accuracy over time", "Test loss", "Test missed"):
+        assert f"## {title}\n" in text and title in page
+    header = next(line for line in text.splitlines() if "test accuracy (± sd)" in line)
+    assert "test loss (± sd)" in header and "missed" not in header
+    findings = findings_of(tmp_path)
+    assert findings.other_metrics == ["missed", "loss"]
+    run = findings.runs[0]
+    assert run.score_by("missed") == pytest.approx(1 - run.score)
+    assert "best test accuracy" in text
+
+
+def test_a_target_by_name_has_the_runs_judged_by_that_metric(tmp_path: Path) -> None:
+    write_scored_grid(tmp_path)
+    assert main(["report", str(tmp_path), "--target", "missed=0.08"]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "best test missed" in text and "soonest at 0.08" in text and "Training" not in text
+    goal = findings_of(tmp_path, ("missed", 0.08)).goal
+    assert (goal.metric, goal.most, goal.target) == ("missed", False, 0.08)
+    by_missed, by_accuracy = (findings_of(tmp_path, t) for t in (("missed", 0.08), 0.92))
+    assert [g.time_to_target for g in by_missed.groups] == [
+        g.time_to_target for g in by_accuracy.groups
+    ]
+    with pytest.raises(RunDirError, match="no run was scored by 'mised'; did you mean 'missed'"):
+        write_report([tmp_path], target=("mised", 0.08))
+
+
+def test_a_direction_that_nobody_told_is_guessed_with_a_word_about_it(tmp_path: Path) -> None:
+    write_scored_grid(tmp_path, {**WAYS, "missed": None})
+    goal = findings_of(tmp_path, ("missed", 0.08)).goal
+    assert goal.is_guess and not goal.most
+    write_report([tmp_path], target=("missed", 0.08))
+    assert "Training lowers missed" in (tmp_path / "report.md").read_text()
+
+
+def test_a_direction_that_was_told_beats_what_training_does(tmp_path: Path) -> None:
+    write_scored_grid(tmp_path, {**WAYS, "missed": True})
+    goal = findings_of(tmp_path, ("missed", 0.5)).goal
+    assert goal.most and not goal.is_guess
+
+
+def test_the_report_of_a_run_has_all_of_its_scores(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", gradients=100)
+    add_scores(tmp_path / "r", WAYS, loss=lambda a: None if a > 0.8 else 2 - 2 * a)
+    document = describe_run(read_run(tmp_path / "r"))
+    assert "test accuracy 0.8" in document.lead and "test loss nan" in document.lead
+    titles = [plot.title for section in document.sections for plot in section.plots]
+    assert {"test accuracy over time", "test loss over time", "test loss over gradients"} <= {
+        *titles
+    }
+    record = read_run(tmp_path / "r")
+    assert 0 < len(record.curve("loss")) < len(record.curve())
+    summary = summarise(tmp_path / "r")
+    assert summary["test_loss"] is None and summary["test_scores"]["loss"] is None
+    write_report([tmp_path / "r"])
+
+
+def test_a_run_from_before_there_were_several_has_its_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", gradients=100)
+    summary = summarise(tmp_path / "r")
+    assert summary["test_scores"] == {"accuracy": summary["test_accuracy"]}
+    assert summary["test_loss"] is None and summary["higher_is_better"] == {}
+    write_report([tmp_path / "r"])
+
+
 def test_which_way_a_metric_is_better_may_be_unknown(tmp_path: Path) -> None:
     for seed in range(SEEDS):
         for discipline in ("sync", "lock-free"):

@@ -15,6 +15,7 @@ import offbeat
 from offbeat.config import DISCIPLINES, make_config
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import CheckpointError, ConfigError
+from offbeat.recipes.metrics import direction_of
 from offbeat.report.write import write_report
 from offbeat.roles.evaluator import Found
 from offbeat.roles.judging import Referee, make_referee, past_scores
@@ -22,7 +23,7 @@ from offbeat.run.checkpoint import newest_checkpoint
 from offbeat.run.events import EventLog, read_events
 from offbeat.run.job import make_job
 from offbeat.run.rundir import RunFolder
-from offbeat.run.stopping import Judge, higher_is_better
+from offbeat.run.stopping import Judge
 
 MANY = 1_000_000
 """Steps that no test waits for."""
@@ -91,10 +92,10 @@ def test_a_version_that_is_scored_twice_counts_once() -> None:
 
 
 def test_what_is_better_is_known_or_said() -> None:
-    assert higher_is_better("accuracy", offbeat.accuracy) is True
-    assert higher_is_better("loss", None) is False
-    assert higher_is_better("bits", print) is None
-    assert higher_is_better("bits", Scripted([1.0], most=False)) is False
+    assert direction_of("accuracy", offbeat.accuracy) is True
+    assert direction_of("loss", print) is False
+    assert direction_of("bits", print) is None
+    assert direction_of("bits", Scripted([1.0], most=False)) is False
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def bits(model: nn.Module, batch: Any) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
-        ({"metric": bits}, {}, "as bits.higher_is_better = False"),
+        ({"metric": bits}, {}, r"metric=offbeat.metric\(bits, higher_is_better=False\)"),
         ({"data": lambda config: (torch.zeros(9, 6), None)}, {}, "need test data to score on"),
         ({}, {"engine": "cluster"}, "an evaluator beside training, which a cluster has not"),
     ],

@@ -67,7 +67,7 @@ def test_everything_is_there(run_dir: Path, discipline: str) -> None:
     shown += [f"gradients/{name}" for name in PARAMETERS]
     shown += [f"activations/{name}" for name in LEAVES]
     assert set(tags["histograms"]) == {"staleness", *shown}
-    scalars = {"loss", "learning_rate", "gradients_per_s", "test/accuracy"}
+    scalars = {"loss", "learning_rate", "gradients_per_s", "test/accuracy", "test/loss"}
     assert set(tags["scalars"]) == scalars | {f"sparsity/{tag}" for tag in shown}
 
     total = 60 if discipline == "sync" else 120
@@ -190,6 +190,7 @@ def test_a_model_that_cannot_be_traced_trains_without_a_graph(
     found = read(run_dir)
     assert not found.Tags()["graph"]
     assert points(found, "test/metric") == {5: 0.5}
+    assert list(points(found, "test/loss")) == [5]
     lines = [line for line in log_of(run_dir).splitlines() if "without the graph" in line]
     assert len(lines) == 1 and "WARNING" in lines[0] and reason in lines[0]
     assert capsys.readouterr().out == ""
@@ -220,7 +221,7 @@ def test_the_masters_looks_are_shown_once_a_second_and_at_the_end(run_dir: Path)
         now_s[0] = at_s
         summaries.watch(version, [1, 2, 5])
     summaries.close()
-    summaries.scored(33, 0.5)  # too late: the file must stay closed
+    summaries.scored(33, {"accuracy": 0.5})  # too late: the file must stay closed
     log.handlers[0].close()
     found = read(run_dir)
     assert points(found, "learning_rate").keys() == {0, 20, 31, 33}
@@ -288,7 +289,7 @@ def test_the_processes_of_a_run_write_the_same(run_dir: Path) -> None:
     options = {"engine": "local", "workers": 2, "steps": 30, "eval_every": 20}
     offbeat.train("fashion-cnn", run_dir=run_dir, quiet=True, tensorboard=True, **options)
     found = read(run_dir)
-    scalars = {"loss", "learning_rate", "gradients_per_s", "test/accuracy"}
+    scalars = {"loss", "learning_rate", "gradients_per_s", "test/accuracy", "test/loss"}
     assert scalars <= set(found.Tags()["scalars"])
     assert {"staleness"} < set(found.Tags()["histograms"])
     assert found.Tags()["graph"]
