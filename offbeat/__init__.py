@@ -29,12 +29,14 @@ if TYPE_CHECKING:
         step_decay,
     )
     from offbeat.recipes.base import Recipe, accuracy
+    from offbeat.recipes.callbacks import Callback
     from offbeat.recipes.metrics import metric
 
 _HOME = {
     "Adagrad": "optim",
     "Adam": "optim",
     "AdamW": "optim",
+    "Callback": "recipes.callbacks",
     "Comparison": "comparison.runs",
     "OffbeatError": "errors",
     "Optimizer": "optim",
@@ -71,6 +73,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Callback",
     "Comparison",
     "OffbeatError",
     "Optimizer",

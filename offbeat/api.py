@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,7 @@ from offbeat.recipes.base import (
     locate,
     metric_name,
 )
+from offbeat.recipes.callbacks import Callback, Start
 from offbeat.recipes.metrics import Scores
 from offbeat.report.summary import summarise
 from offbeat.roles.control import Control
@@ -43,6 +44,7 @@ from offbeat.roles.evaluator import Evaluator, FolderSource, found_in
 from offbeat.roles.evaluator import Found as Scored
 from offbeat.roles.judging import past_scores
 from offbeat.roles.scoring import score_line
+from offbeat.run.callbacks import Caller, make_callbacks
 from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
 from offbeat.run.job import Facts, Job, make_job, rejoin_job
 from offbeat.run.progress import Display, MakeDisplay, make_display
@@ -228,8 +230,11 @@ def evaluate(
     return scores[-1] if scores else None
 
 
-def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
-    """Train `recipe` (a Recipe, or what --recipe takes); `options` are train's flags by name.
+def train(
+    recipe: str | Recipe = "fashion-cnn", *, callbacks: Sequence[Callback] = (), **options: Any
+) -> Result:
+    """Train `recipe` (a Recipe, or what --recipe takes); `options` are train's flags by name;
+    `callbacks` are told what happens, beside the recipe's own.
 
         offbeat.train(recipe, discipline="lock-free", workers=4, lr=0.05)
 
@@ -243,7 +248,7 @@ def train(recipe: str | Recipe = "fashion-cnn", **options: Any) -> Result:
     refuse_recursion()
     name, options = named(recipe, options)
     made = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    return train_config(make_config({"recipe": name}, options), made)
+    return train_config(make_config({"recipe": name}, options), made, callbacks=callbacks)
 
 
 def named(recipe: str | Recipe, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -261,15 +266,21 @@ def named(recipe: str | Recipe, options: Mapping[str, Any]) -> tuple[str, dict[s
     return "custom", {**options, "engine": "inproc"}
 
 
-def resume(run_dir: str | Path, recipe: str | Recipe | None = None, **options: Any) -> Result:
+def resume(
+    run_dir: str | Path,
+    recipe: str | Recipe | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Result:
     """Go on with the run in `run_dir` from its newest valid checkpoint; `options` that are given
     replace those it was started with. `recipe`: the same one, where it has no name to be found by,
     or is not to be found where it was."""
     if recipe is None:
-        return resume_config(Path(run_dir), options)
+        return resume_config(Path(run_dir), options, callbacks=callbacks)
     name, options = named(recipe, options)
     made = recipe if isinstance(recipe, Recipe) else None
-    return resume_config(Path(run_dir), {**options, "recipe": name}, made)
+    return resume_config(Path(run_dir), {**options, "recipe": name}, made, callbacks=callbacks)
 
 
 @dataclass(frozen=True)
@@ -303,6 +314,7 @@ def train_config(
     display: MakeDisplay | None = None,
     forks: ForkServer | None = None,
     file: RecipeFile | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """The same, from a configuration that is complete; with `endpoint`, as the master of a cluster;
     `display` makes what shows its progress, `forks` starts the processes; `file` is where the
@@ -313,12 +325,20 @@ def train_config(
         recipe = recipe or load_recipe(config.recipe, file)
         found = Found(recipe, locate(config.recipe, file))
         job = make_job(config, recipe, elastic=endpoint is not None)
+        told = make_callbacks(recipe, callbacks)
         replicas = _make_replicas(job)
         folder = create_run_folder(job.config)
         if job.initial is not None:
             write_weights(folder.initial, dict(job.initial.state))
         start = _Start(
-            folder, began_s, endpoint, found, forks, threads=config.threads, display=display
+            folder,
+            began_s,
+            endpoint,
+            found,
+            forks,
+            threads=config.threads,
+            callbacks=told,
+            display=display,
         )
         with folder.locked() as lock:
             return _run(job, replicas, start, lock=lock, incarnation=0)
@@ -330,6 +350,7 @@ def resume_config(
     recipe: Recipe | None = None,
     endpoint: Endpoint | None = None,
     forks: ForkServer | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     if options.get("init") is not None:
         raise ConfigError("a run that goes on has weights of its own: leave init out")
@@ -351,12 +372,15 @@ def resume_config(
             kept_initial=folder.initial,
         )
         _check_not_over(job, folder)
+        told = make_callbacks(found.recipe, callbacks)
         replicas = _make_replicas(job)
         for path in (folder.state, folder.enough):
             path.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         threads = config.threads if options.get("threads") is not None else None
-        start = _Start(folder, began_s, endpoint, found, forks, threads=threads)
+        start = _Start(
+            folder, began_s, endpoint, found, forks, threads=threads, callbacks=told, resumed=True
+        )
         return _run(job, replicas, start, lock=lock, incarnation=incarnation)
 
 
@@ -384,7 +408,9 @@ class _Start:
     found: Found
     forks: ForkServer | None
     threads: int | None
+    callbacks: Sequence[Callback]
     display: MakeDisplay | None = None
+    resumed: bool = False
 
     def clock(self) -> float:
         return time.monotonic() - self.began_s
@@ -414,14 +440,30 @@ def _run(
     display = show(_title(job, folder), total)
     for line in _notices(job, start.found.change):
         display.notice(line)
-    engine = _make_engine(job, replicas, start, display, lock=lock, incarnation=incarnation)
-    try:
-        engine.run()
-        folder.cluster.unlink(missing_ok=True)
-    finally:
-        summary = summarise(folder.path)
-        folder.write_json(folder.summary, summary)
+    caller = Caller(start.callbacks, folder, display, _beginning(job, start))
+    engine = _make_engine(job, replicas, start, caller.display, lock=lock, incarnation=incarnation)
+    with caller:
+        try:
+            engine.run()
+            folder.cluster.unlink(missing_ok=True)
+        finally:
+            summary = summarise(folder.path)
+            folder.write_json(folder.summary, summary)
+            caller.ended(summary, engine.failures)
     return Result(folder.path, summary)
+
+
+def _beginning(job: Job, start: _Start) -> Start:
+    """What callbacks are told of a run."""
+    return Start(
+        run_dir=start.folder.path,
+        config=job.config.to_json(),
+        resolved=job.resolved,
+        metric=metric_name(job.recipe),
+        higher_is_better=directions(job.recipe),
+        total_updates=job.facts.total_updates,
+        is_resumed=start.resumed,
+    )
 
 
 def _make_engine(

@@ -83,5 +83,6 @@ def status_of(
         metric_name=metric_name(job.recipe),
         score=score_of(evaluator),
         scores=evaluator.get("scores", {}),
+        version=max((worker.get("version", 0) for worker in workers), default=0),
         waits_for=waits_for,
     )

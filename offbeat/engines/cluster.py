@@ -113,6 +113,7 @@ class ClusterEngine(ThreadEngine):
             metric_name=metric_name(self.job.recipe),
             score=score_of(evaluator),
             scores=evaluator.get("scores", {}),
+            version=master["version"],
             waits_for="the first gradient" if master["opened"] else "the servers",
         )
 

@@ -9,7 +9,7 @@ import hashlib
 import math
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from offbeat.data.batches import batch_length
 from offbeat.errors import RecipeError, nearest
 from offbeat.importing import import_file, import_module
 from offbeat.optim import SGD, Optimizer, Schedule, constant
+from offbeat.recipes.callbacks import Callback
 from offbeat.recipes.metrics import LOSS, Metric, check_metrics, direction_of
 
 BUILT_IN = {
@@ -144,6 +145,8 @@ class Recipe:
     amp: the shorter number format to compute in ("bf16"), where --amp does not say; None: float32.
     clip_norm: the norm above which gradients are clipped, where neither --clip-norm nor
         --clip-value says; None: none are.
+    callbacks: () -> who is to be told what happens in a run, each an offbeat.Callback; called once
+        for every run.
     """
 
     model: Callable[[], nn.Module]
@@ -162,6 +165,7 @@ class Recipe:
     epochs: int = 1
     amp: str | None = None
     clip_norm: float | None = None
+    callbacks: Callable[[], Iterable[Callback]] | None = None
 
     def fed(self, feed: str | None) -> "Recipe":
         """This recipe as it is under `feed`, or under its own."""
@@ -188,6 +192,11 @@ class Recipe:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("metric", "augment")):
                 raise RecipeError(f"a recipe's {name} must be a function")
+        if self.callbacks is not None and not callable(self.callbacks):
+            raise RecipeError(
+                "a recipe's callbacks must be a function that makes them, as lambda: [Printer()]; "
+                "every run has its own"
+            )
         if self.metric is not None and self.metrics:
             raise RecipeError("a recipe has either a metric or metrics: give one of the two")
         check_metrics(self.metrics)

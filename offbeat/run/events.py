@@ -109,6 +109,25 @@ def read_events(folder: Path, names: str = "*") -> Iterator[dict[str, Any]]:
                 yield from _parsed(lines)
 
 
+class Followed:
+    """The events that are written from now on into the files of a folder whose names are like
+    `pattern`. Used by one thread."""
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._folder = folder
+        self._pattern = pattern
+        self._offsets = {path: path.stat().st_size for path in folder.glob(pattern)}
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Those that are new, file by file; a line that is not whole yet is left for later."""
+        for path in sorted(self._folder.glob(self._pattern), key=_in_time):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole + newline)
+            yield from _parsed(whole.decode(errors="replace").splitlines()) if whole else ()
+
+
 def _in_time(path: Path) -> tuple[str, int]:
     """NAME.jsonl, then what came after it: NAME.1.jsonl, NAME.2.jsonl, ..."""
     name, _, number = path.name.removesuffix(".jsonl").partition(".")

@@ -30,6 +30,8 @@ class Status:
     """The version that was scored last, and the metric it got."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """All that it got, by name."""
+    version: int = 0
+    """Of the furthest shard, as the master saw it last."""
     waits_for: str = ""
     """Before the first gradient: what it takes."""
 
