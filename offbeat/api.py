@@ -51,6 +51,7 @@ from offbeat.run.progress import Display, MakeDisplay, make_display
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.run.stopping import Judge
 from offbeat.run.tensorboard import check_installed
+from offbeat.run.trackers import check_trackers, make_trackers
 
 OTHER_FORMATS = {
     *(".pt", ".pth", ".pt2", ".bin", ".ckpt", ".pkl", ".pickle", ".onnx", ".h5", ".hdf5", ".keras"),
@@ -325,7 +326,7 @@ def train_config(
         recipe = recipe or load_recipe(config.recipe, file)
         found = Found(recipe, locate(config.recipe, file))
         job = make_job(config, recipe, elastic=endpoint is not None)
-        told = make_callbacks(recipe, callbacks)
+        told = [*make_callbacks(recipe, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
         folder = create_run_folder(job.config)
         if job.initial is not None:
@@ -372,7 +373,7 @@ def resume_config(
             kept_initial=folder.initial,
         )
         _check_not_over(job, folder)
-        told = make_callbacks(found.recipe, callbacks)
+        told = [*make_callbacks(found.recipe, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
         for path in (folder.state, folder.enough):
             path.unlink(missing_ok=True)
@@ -504,6 +505,7 @@ def _check(config: TrainConfig, endpoint: Endpoint | None) -> None:
     """Have what is missing said while there is no folder yet."""
     if config.tensorboard:
         check_installed()
+    check_trackers(config.track)
     if config.engine == "cluster" and endpoint is None:
         raise ConfigError(
             "the roles of a cluster are started one by one: offbeat role master --cluster FILE, "

@@ -38,6 +38,7 @@ LR_SCALES: dict[str, Callable[[int], float]] = {
     "sqrt": math.sqrt,
 }
 """What a learning rate is multiplied by, for so many workers."""
+TRACKERS = ("wandb", "mlflow", "trackio")
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 FAULT_OPTIONS = ("slow_worker", "kill_worker")
@@ -79,6 +80,11 @@ def text(value: Any) -> str:
     return os.path.expanduser(value)  # noqa: PTH111 - a recipe's name is no path
 
 
+def texts(value: Any) -> tuple[str, ...]:
+    """One or several."""
+    return tuple(map(text, value)) if isinstance(value, list | tuple) else (text(value),)
+
+
 def yes_or_no(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError
@@ -89,6 +95,7 @@ KIND_NAMES = {
     whole: "a whole number",
     number: "a number",
     text: "text",
+    texts: "text, or a list of it",
     yes_or_no: "true or false",
 }
 
@@ -291,6 +298,12 @@ class TrainConfig:
         whole,
         "tensorboard: show all tensors every so many updates; default: whenever one is scored",
     )
+    track: tuple[str, ...] = _option(
+        (),
+        texts,
+        "show the run in wandb (Weights & Biases), mlflow or trackio, or in a project there, as "
+        "wandb:PROJECT; may be given several times (needs the extra: pip install 'offbeat[wandb]')",
+    )
     log_every: int = _option(
         0, whole, "print a line every so many steps of rank 0, as the recipe words it; 0: none"
     )
@@ -374,6 +387,9 @@ class TrainConfig:
         _check_injected(config)
         if config.init is not None:  # it is read by whoever is told of it, from any folder
             config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
+        for tracker in config.track:
+            if (name := tracker.partition(":")[0]) not in TRACKERS:
+                raise ConfigError(f"unknown track {name!r}; {nearest(name, TRACKERS)}")
         return config
 
     def to_json(self) -> dict[str, Any]:

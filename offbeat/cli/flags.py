@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from offbeat.comparison import grid
-from offbeat.config import LAUNCH_OPTIONS, ROLES, options, yes_or_no
+from offbeat.config import LAUNCH_OPTIONS, ROLES, options, texts, yes_or_no
 from offbeat.data.catalog import DATASETS
 from offbeat.errors import ConfigError, nearest
 from offbeat.version import __version__
@@ -533,9 +533,11 @@ def _add_option(
         return
     if metadata["choices"]:
         help_text += f": {', '.join(metadata['choices'])}"
-    if default is not None:
+    if default not in (None, ()):
         help_text += f" (default: {default})"
-    parser.add_argument(flag(name), metavar=name.rpartition("_")[2].upper(), help=help_text)
+    action = "append" if metadata["kind"] is texts else "store"
+    metavar = name.rpartition("_")[2].upper()
+    parser.add_argument(flag(name), action=action, metavar=metavar, help=help_text)
 
 
 def flag(name: str) -> str:

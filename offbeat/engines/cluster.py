@@ -145,7 +145,7 @@ class MasterNetwork(SocketNetwork):
         if len(self._epochs) != len(self.addresses):
             self._epochs = [max(self._epochs, default=0)] * len(self.addresses)
         options = {**job.config.to_json(), "threads": threads}
-        for own in ("run_dir", "device", "quiet", "tensorboard", "log_every"):
+        for own in ("run_dir", "device", "quiet", "tensorboard", "log_every", "track"):
             options.pop(own)  # each machine's own affair
         self._told = Configure(
             run=self._run,

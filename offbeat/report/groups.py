@@ -24,7 +24,7 @@ from offbeat.report.statistics import Sample
 
 NOT_COMPARED = {
     *("seed", "run_dir", "data_dir", "quiet", "keep", "tensorboard", "summary_every", "log_every"),
-    *("eval_every", "eval_skipped", "checkpoint_every", "keep_best"),
+    *("eval_every", "eval_skipped", "checkpoint_every", "keep_best", "track"),
     # these make the variant
     *("discipline", "reduce", *discipline_options()),
 }
