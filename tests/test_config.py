@@ -62,6 +62,7 @@ def test_the_flags_are_frozen() -> None:
         "keep",
         "tensorboard",
         "summary_every",
+        "track",
         "log_every",
         "quiet",
     ]
