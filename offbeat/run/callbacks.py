@@ -71,12 +71,14 @@ class Caller:
         if self._log is None:
             return
         self._over.set()
-        self._thread.join(END_TIMEOUT_S)
+        try:
+            self._thread.join(END_TIMEOUT_S)
+        finally:  # Ctrl-C: it is not waited for
+            close_log(self._log)
         if self._thread.is_alive():
             self.display.notice(
                 f"callbacks did not end within {END_TIMEOUT_S:g} s: not waiting any longer"
             )
-        close_log(self._log)
 
     def ended(self, summary: Mapping[str, Any], failures: Sequence[OffbeatError]) -> None:
         """The run is over; what it came to."""
