@@ -62,7 +62,8 @@ class Scoring:
                     raise
                 del self._metrics[name]
                 self._warn(
-                    f"no test loss: the recipe's loss fails on the test data: {in_a_line(error)}"
+                    f"no test loss: the recipe's loss fails on the test data: {in_a_line(error)}; "
+                    f"a metric called loss can take its place"
                 )
 
 

@@ -228,6 +228,18 @@ def test_alexnet_fast_scores_by_the_mean_of_ten_crops() -> None:
     assert right != by_centre, "or this would not tell one from the other"
 
 
+def test_alexnet_fast_has_the_test_loss_of_the_centres() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(6)
+    model = alexnet.AlexNet()
+    centres = standardise(images[:, :, 4:28, 4:28].float())
+    with torch.no_grad():
+        total, count = alexnet.fast.metrics["loss"](model, (images, labels))
+        expected = alexnet.loss(model, (centres, labels)).item()
+    assert (total / count, count) == (pytest.approx(expected), 6)
+
+
 def test_simplecnn_has_100_classes_where_asked_to(made_up: list[str]) -> None:
     recipe = load_recipe("simplecnn-100")
     assert recipe.model()(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
@@ -283,6 +295,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     plain_loop(job, make_plain_optimizer(job.optimizer, module), module)
     torch.set_num_threads(threads)
     result = offbeat.train(recipe, engine="inproc", quiet=True, run_dir=tmp_path / "r", **shared)
+    assert result.test_loss is not None, "the loss fits the test data too"
     trained = offbeat.load(result.run_dir)
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(trained[name], tensor, rtol=1e-6, atol=1e-7)
