@@ -43,9 +43,9 @@ class Loop:
     ) -> None:
         self._place = place
         self._optimizer = optimizer
+        description = describe_loop(model, optimizer)
         groups = optimizer.param_groups
         self._options = [name for name in option_names(optimizer) if name in groups[0]]
-        description = describe_loop(model, optimizer)
         self._agree(description)
         self._job = make_loop_job(place.config, description)
         flat = FlatModel(model, description.manifest)

@@ -147,7 +147,7 @@ def test_the_best_can_be_scored_again(
     printed = capsys.readouterr().out
     assert f"Best: {found['metric']:.4f} at version {found['version']}\n" in printed
     assert main(["eval", run_dir, "--best"]) == 0
-    line = f"version {found['version']}: precision @ 1 = {found['metric']:.3f}\n"
+    line = f"version {found['version']}: precision @ 1 = {found['metric']:.3f}, loss = "
     assert line in capsys.readouterr().out
     assert main(["export", run_dir, str(tmp_path / "m.safetensors"), "--best"]) == 0
 

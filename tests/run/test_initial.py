@@ -80,7 +80,8 @@ def test_a_frozen_part_that_workers_compute_with_is_the_files(tmp_path: Path) ->
     train(recipe, tmp_path / "r", workers=2, steps=2, init=tmp_path / "w.safetensors")
     (tmp_path / "w.safetensors").unlink()
     offbeat.resume(tmp_path / "r", recipe, steps=4)
-    assert len(seen) == 8 and all(torch.equal(bias, weights_of()["2.bias"]) for bias in seen)
+    assert len(seen) >= 8, "steps, and the test loss"
+    assert all(torch.equal(bias, weights_of()["2.bias"]) for bias in seen)
 
 
 def test_a_run_can_be_begun_with_another_ones_newest_weights(tmp_path: Path) -> None:
