@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RMSprop,
         constant,
         cosine,
+        optimizer,
         step_decay,
     )
     from offbeat.recipes.base import Recipe, accuracy
@@ -61,6 +62,7 @@ _HOME = {
     "load_dataset": "data.datasets",
     "log": "loops.distribute",
     "metric": "recipes.metrics",
+    "optimizer": "optim",
     "rank": "loops.distribute",
     "resume": "api",
     "step_decay": "optim",
@@ -98,6 +100,7 @@ __all__ = [
     "load_dataset",
     "log",
     "metric",
+    "optimizer",
     "rank",
     "resume",
     "step_decay",

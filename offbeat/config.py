@@ -31,7 +31,14 @@ AUTO, OFF = "auto", "off"
 BF16 = "bf16"
 ENGINES = (AUTO, "local", "inproc", "cluster")
 ROLES = ("ps", "master", "worker", "evaluator")
-OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
+OPTIMIZERS = (
+    *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop"),
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam"),
+    *("RAdam", "Rprop", "Adafactor", "Muon"),
+)
+"""In small letters with a learning rate of Offbeat's, else as torch has it."""
+ELEMENTS, TENSORS = "elements", "tensors"
+PARTITIONS = (AUTO, ELEMENTS, TENSORS)
 LR_SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda workers: 1.0,
     "linear": float,
@@ -43,7 +50,7 @@ LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 FAULT_OPTIONS = ("slow_worker", "kill_worker")
 """Options that make a worker worse than it is."""
-PLUGINS = ("reduce",)
+PLUGINS = ("optimizer", "reduce")
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
 LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "reduce", "backup_workers", "round_timeout"),
@@ -140,7 +147,11 @@ class TrainConfig:
         "batches per gradient: their mean is what is pushed, as of one so many times as large",
     )
     optimizer: str | None = _option(
-        None, text, "the servers' optimizer instead of the recipe's", choices=OPTIMIZERS
+        None,
+        text,
+        "the servers' optimizer instead of the recipe's, with options as NAME:rho=0.9; your own: "
+        "package.module:Class or path/to/file.py:Class",
+        choices=OPTIMIZERS,
     )
     lr: float | None = _option(
         None, number, "learning rate, before the recipe's schedule (default: the recipe's)"
@@ -166,6 +177,13 @@ class TrainConfig:
         False,
         yes_or_no,
         "torch's fused optimizer kernels: close to the default ones, not bit for bit",
+    )
+    partition: str = _option(
+        AUTO,
+        text,
+        "what servers share the parameters out by: single elements, in equal slices, or whole "
+        "tensors; auto: tensors where the optimizer needs them",
+        choices=PARTITIONS,
     )
     reduce: str = _option(
         "mean", text, "sync: what becomes of a round's gradients", choices=("mean", "sum")
@@ -494,7 +512,7 @@ def convert(key: str, value: Any) -> Any:
 
 def _check_choice(name: str, value: Any) -> None:
     choices = options()[name].metadata["choices"]
-    if name in PLUGINS and ":" in value:
+    if name in PLUGINS and value is not None and ":" in value:
         return  # one of the user's own
     if value is not None and choices and value not in choices:
         raise ConfigError(f"unknown {name} {value!r}; {nearest(value, choices)}")
@@ -562,6 +580,9 @@ def _resolve_discipline(config: TrainConfig) -> TrainConfig:
         "discipline": ":".join([_from_anywhere(source, config), *rest]),
         "reduce": _from_anywhere(config.reduce, config),
     }
+    if config.optimizer is not None:
+        source, parts = parse(config.optimizer, {})
+        fields["optimizer"] = ":".join([_from_anywhere(source, config), *parts])
     config = dataclasses.replace(config, **fields)
     if complaint := kind.complaint(config.workers, config.chosen.values):
         raise ConfigError(complaint)

@@ -1,14 +1,19 @@
 """Which optimizer the servers run, and how its learning rate changes with the shard's version.
 
-A recipe names one of torch's element-wise optimizers; the servers build it on their slices:
+A recipe names one of torch's optimizers, or one of the user's; the servers build it on their
+slices:
 
     optimizer=offbeat.SGD(lr=0.1, momentum=0.9, groups={"*.bias": {"weight_decay": 0.0}})
+    optimizer=offbeat.optimizer(torch.optim.Adadelta, rho=0.95)
     schedule=offbeat.cosine(warmup=100)
+
+What an optimizer's update of an element depends on is probing.py's to find out.
 """
 
 import dataclasses
 import fnmatch
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +21,8 @@ from typing import Any
 
 import torch
 
-from offbeat.errors import ConfigError, nearest
+from offbeat.errors import ConfigError, in_a_line, nearest
+from offbeat.plugins import find, parse
 
 Schedule = Callable[[int, int | None], float]
 """(version, the run's expected number of updates or None) -> what the learning rate is multiplied
@@ -28,143 +34,315 @@ KINDS = (
 )
 """Those of torch's optimizers that treat every element alike, so that a slice is as good as the
 whole."""
+WHOLE = ("Adafactor", "Muon")
+"""Those of torch's whose update of an element depends on the rest of its tensor."""
 REFUSED = {
-    "Adafactor": "it needs whole matrices, and a server has slices of them",
-    "Muon": "it needs whole matrices, and a server has slices of them",
     "LBFGS": "it computes the loss several times in a step, which no server can",
     "SparseAdam": "it takes sparse gradients only, and those that travel are dense",
 }
 NOT_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 """How torch computes an update, which is for the servers to say, not what it computes."""
-SCALARS: dict[str, float | None] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": None}
-"""What these optimizers keep once per Parameter, beside what they keep for every element, and what
-it is before the first step; None: the learning rate."""
+OF_TORCH: dict[str, type[torch.optim.Optimizer]] = {
+    name: getattr(torch.optim, name) for name in (*KINDS, *WHOLE, *REFUSED)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """One of torch's optimizers by its class name, with its options and parameter groups.
+    """An optimizer by its class, with its options and parameter groups.
+
+    `kind` is the class: a name in torch.optim, or where to find one of the user's, as
+    package.module:Class or path/to/file.py:Class.
 
     `groups` gives parameters whose names match a pattern (as a shell's, the first match wins) other
-    options than the rest.
+    options than the rest, or an Optimizer of their own.
+
+    `whole_tensors` says that the update of an element depends on the rest of its tensor.
     """
 
     kind: str
     options: Mapping[str, Any]
-    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    members: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, "Mapping[str, Any] | Optimizer"] = field(default_factory=dict)
+    by_name: Mapping[str, int] = field(default_factory=dict)
     """In which group each parameter is, where that goes by names and not by patterns: those that it
     does not name are in none."""
+    whole_tensors: bool = False
+    given: type[torch.optim.Optimizer] | None = field(default=None, repr=False, compare=False)
+    """The class itself, where the recipe has it at hand."""
 
     def __post_init__(self) -> None:
-        if self.kind in REFUSED:
-            raise ConfigError(
-                f"the optimizer {self.kind} cannot be used: {REFUSED[self.kind]}; these work: "
-                f"{', '.join(KINDS)}"
-            )
-        if self.kind not in KINDS:
-            raise ConfigError(f"unknown optimizer {self.kind!r}; {nearest(self.kind, KINDS)}")
-        self._check_names(self.options, "")
+        _refuse(self.maker)
+        self._check_options(self.options, "")
+        if "lr" not in self.options:
+            raise ConfigError(f"{self.kind} needs a learning rate: give lr")
         for pattern, options in self.groups.items():
-            self._check_names(options, f" in the parameter group {pattern!r}")
+            if not isinstance(options, Optimizer):
+                self._check_options(options, f" in the parameter group {pattern!r}")
+            elif options.groups:
+                raise ConfigError(f"the optimizer of the parameter group {pattern!r} has groups")
 
-    def _check_names(self, names: Iterable[str], where: str) -> None:
+    @property
+    def maker(self) -> type[torch.optim.Optimizer]:
+        """The class."""
+        return self.given or find(self.kind, OF_TORCH, torch.optim.Optimizer, "optimizer")
+
+    @property
+    def members(self) -> "list[Optimizer]":
+        """What each group's parameters are stepped by, as `group_of` counts them."""
+        return [
+            group
+            if isinstance(group, Optimizer)
+            else dataclasses.replace(self, options={**self.options, **group}, groups={})
+            for group in ({}, *self.groups.values())
+        ]
+
+    def _check_options(self, options: Mapping[str, Any], where: str) -> None:
         """torch takes any name in a parameter group, and does nothing with those it does not
         know."""
-        of_torch = inspect.signature(getattr(torch.optim, self.kind)).parameters
-        known = [name for name in of_torch if name not in ("params", *NOT_OPTIONS)]
-        for name in names:
+        known, takes_any = _options_of(self.maker)
+        for name, value in options.items():
             if name in NOT_OPTIONS:
                 raise ConfigError(
                     f"{name}{where} is no option of {self.kind} here: the servers choose how an "
                     f"update is computed; leave it out (--fused asks for fused kernels)"
                 )
-            if name not in known:
+            if name not in known and not takes_any:
                 raise ConfigError(
                     f"{self.kind} has no option {name!r}{where}; {nearest(name, known)}"
+                )
+            if not _is_plain(value):
+                raise ConfigError(
+                    f"{name}{where} of {self.kind} must be made of numbers and text, which every "
+                    f"process can be told, not a {type(value).__name__}"
                 )
 
     def build(
         self, params: Sequence[torch.nn.Parameter], groups: Sequence[int], *, fused: bool = False
     ) -> torch.optim.Optimizer:
-        """The torch optimizer over `params`, each in the group that `groups` gives its index of."""
-        overrides: list[Mapping[str, Any]] = [{}, *self.groups.values()]
+        """The torch optimizer over `params`, each in the group that `groups` gives its index of;
+        its own groups are in that order."""
         members: dict[int, list[torch.nn.Parameter]] = {}
         for param, group in zip(params, groups, strict=True):
             members.setdefault(group, []).append(param)
-        tables = [{"params": members[group], **overrides[group]} for group in sorted(members)]
+        inside = {group: members[group] for group in sorted(members)}
+        if any(isinstance(options, Optimizer) for options in self.groups.values()):
+            each = self.members
+            return _Together(
+                [each[group]._build([{"params": p}], fused) for group, p in inside.items()]
+            )
+        overrides: list[Any] = [{}, *self.groups.values()]
+        return self._build([{"params": p, **overrides[g]} for g, p in inside.items()], fused)
+
+    def _build(self, tables: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
         extra = {"fused": True} if fused else {}
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.kind)(
-            tables, **self.options, **extra
-        )
-        return optimizer
+        make: Callable[..., torch.optim.Optimizer] = self.maker
+        return make(tables, **self.options, **extra)
 
     def check(self, *, fused: bool) -> None:
         """Have torch look at the options now rather than in the middle of a start."""
-        probe = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + len(self.groups))]
         try:
-            optimizer = self.build(probe, range(len(probe)), fused=fused)
-            for param in probe:
-                param.grad = torch.zeros_like(param)
-            optimizer.step()
-        except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+            self.build_probe(fused=fused).step()
+        except Exception as error:
             hint = "; try without --fused" if fused else ""
-            raise ConfigError(f"torch refuses the optimizer {self.kind}: {error}{hint}") from error
+            raise ConfigError(
+                f"torch refuses the optimizer {self.kind}: {_words(error)}{hint}"
+            ) from error
 
-    def state_per_element(self) -> list[int]:
-        """How many numbers it keeps for each element, by group as `group_of` counts them."""
-        probe = [torch.nn.Parameter(torch.zeros(2)) for _ in range(1 + len(self.groups))]
-        optimizer = self.build(probe, range(len(probe)))
+    def check_shapes(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Have torch look at the tensors by their names and shapes: some optimizers take matrices
+        only."""
+        params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for _, shape in shapes]
+        try:
+            self.build(params, [self.group_of(name) for name, _ in shapes])
+        except Exception as error:
+            raise ConfigError(
+                f"torch refuses the optimizer {self.kind} for this model: {_words(error)}; "
+                f"others can have one of their own: groups={{'*.bias': offbeat.AdamW(lr=...)}}"
+            ) from error
+
+    def build_probe(self, *, fused: bool = False) -> torch.optim.Optimizer:
+        """Over a small matrix for each group, with gradients: something to try."""
+        probe = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(1 + len(self.groups))]
         for param in probe:
             param.grad = torch.zeros_like(param)
+        return self.build(probe, range(len(probe)), fused=fused)
+
+    def state_per_element(self) -> list[int]:
+        """How many numbers it keeps for each element of a matrix, by group as `group_of` counts
+        them."""
+        optimizer = self.build_probe()
         optimizer.step()
         return [
-            sum(
-                isinstance(v, torch.Tensor) and v.shape == (2,) for v in optimizer.state[p].values()
-            )
-            for p in probe
+            sum(isinstance(v, torch.Tensor) and v.shape == p.shape for v in kept.values())
+            for group in optimizer.param_groups
+            for p in group["params"]
+            for kept in (optimizer.state[p],)
         ]
 
     def group_of(self, name: str) -> int:
         """0 for the parameters that no pattern matches, then the patterns in their order."""
-        if self.members:
-            return self.members.get(name, 0)
+        if self.by_name:
+            return self.by_name.get(name, 0)
         for index, pattern in enumerate(self.groups, start=1):
             if fnmatch.fnmatchcase(name, pattern):
                 return index
         return 0
 
     @property
-    def tables(self) -> list[Mapping[str, Any]]:
-        """The options of each group, as `group_of` counts them."""
-        return [{**self.options, **group} for group in ({}, *self.groups.values())]
-
-    @property
     def is_plain_sgd(self) -> bool:
         """Whether an update is nothing but params -= lr * gradient."""
-        return self.kind == "SGD" and is_plain_sgd([self.options, *self.groups.values()])
+        return all(
+            member.maker is torch.optim.SGD
+            and not any(value for key, value in member.options.items() if key != "lr")
+            for member in self.members
+        )
 
     def with_lr(self, lr: float) -> "Optimizer":
         return dataclasses.replace(self, options={**self.options, "lr": lr})
 
     def scaled(self, factor: float) -> "Optimizer":
         """The same with so many times the learning rate, in every parameter group."""
-        known = inspect.signature(getattr(torch.optim, self.kind)).parameters
-        options = {"lr": known["lr"].default, **self.options}
-        groups = {
-            pattern: {**given, "lr": given["lr"] * factor} if "lr" in given else given
-            for pattern, given in self.groups.items()
-        }
-        options["lr"] *= factor
+
+        def of_group(given: Any) -> Any:
+            if isinstance(given, Optimizer):
+                return given.scaled(factor)
+            return {**given, "lr": given["lr"] * factor} if "lr" in given else given
+
+        options = {**self.options, "lr": self.options["lr"] * factor}
+        groups = {pattern: of_group(given) for pattern, given in self.groups.items()}
         return dataclasses.replace(self, options=options, groups=groups)
 
     def __str__(self) -> str:
         """As one would write it: SGD(lr=0.1, momentum=0.5)."""
-        groups = {"groups": dict(self.groups)} if self.groups else {}
-        return _as_call(getattr(torch.optim, self.kind), {**self.options, **groups})
+        shown = {
+            pattern: Shown(str(group)) if isinstance(group, Optimizer) else dict(group)
+            for pattern, group in self.groups.items()
+        }
+        more: dict[str, Any] = {"groups": shown} if shown else {}
+        if self.whole_tensors:
+            more["whole_tensors"] = True
+        return as_call(self.maker, {**self.options, **more})
 
 
-Groups = Mapping[str, Mapping[str, Any]]
+class Shown(str):
+    """Shown as it is, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+class _Together(torch.optim.Optimizer):
+    """Several optimizers, each for parameters of its own, as one: one state, all groups."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        groups = [group for member in members for group in member.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.defaults = members[0].defaults
+        self.param_groups = groups
+        self.members = members
+        for member in members:
+            self.state.update(member.state)
+            member.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self.members:
+            member.step()
+
+
+def _refuse(maker: Any) -> None:
+    """What no server can run is an error of one line."""
+    if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
+        shown = getattr(maker, "__name__", repr(maker))
+        raise ConfigError(
+            f"{shown} is no optimizer: give a class that is derived from torch.optim.Optimizer"
+        )
+    for name, reason in REFUSED.items():
+        if issubclass(maker, OF_TORCH[name]):
+            raise ConfigError(
+                f"the optimizer {maker.__name__} cannot be used: {reason}; these work: "
+                f"{', '.join((*KINDS, *WHOLE))}, and your own"
+            )
+    if inspect.isabstract(maker) or maker.step is torch.optim.Optimizer.step:
+        raise ConfigError(f"{maker.__name__} is abstract: it has no step of its own")
+    if "lr" not in (found := _options_of(maker))[0] and not found[1]:
+        raise ConfigError(
+            f"the optimizer {maker.__name__} has no option lr, which schedules and --lr change"
+        )
+
+
+def _options_of(maker: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names of its options, and whether it takes any other name too."""
+    _, *rest = inspect.signature(maker).parameters.values()
+    named = [p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in rest)
+    return [name for name in named if name not in NOT_OPTIONS], takes_any
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _words(error: Exception) -> str:
+    """torch's own complaints say enough; of another's the place helps."""
+    known = isinstance(error, AssertionError | TypeError | ValueError | RuntimeError)
+    return str(error).partition("\n")[0] if known and str(error) else in_a_line(error)
+
+
+Groups = Mapping[str, Mapping[str, Any] | Optimizer]
+
+
+def optimizer(
+    kind: str | type[torch.optim.Optimizer],
+    *,
+    groups: Groups | None = None,
+    whole_tensors: bool = False,
+    **options: Any,
+) -> Optimizer:
+    """Any optimizer: its class, a name in torch.optim, or package.module:Class of your own.
+
+        offbeat.optimizer(torch.optim.Adadelta, lr=1.0, rho=0.9)
+
+    Servers have slices of tensors, so an update of an element must depend on nothing but what
+    concerns this element. Of one of your own that is tried out when a job is made, on a small
+    matrix; where it is not so, each server gets whole tensors. `whole_tensors`: say so, where
+    trying would not show it.
+    """
+    if isinstance(kind, str):
+        maker, given = find(kind, OF_TORCH, torch.optim.Optimizer, "optimizer"), None
+    else:
+        maker, given = kind, kind
+    _refuse(maker)
+    default = inspect.signature(maker).parameters.get("lr")
+    if default is not None and default.default is not default.empty:
+        options = {"lr": default.default, **options}
+    return Optimizer(
+        kind=kind if isinstance(kind, str) else kind.__qualname__,
+        options=options,
+        groups=groups or {},
+        whole_tensors=whole_tensors,
+        given=given,
+    )
+
+
+def named_optimizer(text: str) -> Optimizer:
+    """What `--optimizer` stands for: momentum, Adadelta, Adadelta:rho=0.95, file.py:Class."""
+    if text in BY_NAME:
+        return BY_NAME[text]()
+    source, parts = parse(text, OF_TORCH)
+    options = {}
+    for part in parts:
+        name, _, value = part.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            raise ConfigError(
+                f"{source} takes options as NAME=VALUE, numbers or true or [0.9,0.99], not {part!r}"
+            ) from None
+    return optimizer(source, **options)
 
 
 def SGD(
@@ -228,7 +406,7 @@ class _Made:
         return self.factor(version, total)
 
     def __repr__(self) -> str:
-        return _as_call(self.maker, self.arguments)
+        return as_call(self.maker, self.arguments)
 
 
 def constant() -> Schedule:
@@ -298,7 +476,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _as_call(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+def as_call(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """What one would write to get it: the learning rate, and all that is not as without saying."""
     known = inspect.signature(maker).parameters
     told = [

@@ -83,6 +83,8 @@ class Plugin:
 
 
 Kind = TypeVar("Kind", bound=Plugin)
+Named = TypeVar("Named")
+"""Whatever a name can lead to: a Plugin, or an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Choice(Generic[Kind]):
         return label
 
 
-def parse(text: str, built_in: Mapping[str, type[Kind]]) -> tuple[str, list[str]]:
+def parse(text: str, built_in: Mapping[str, type[Named]]) -> tuple[str, list[str]]:
     """What names the class in `text`, and what follows it."""
     first, *rest = text.split(":")
     is_elsewhere = first.endswith(".py") or "." in first or "/" in first
@@ -124,7 +126,9 @@ def parse(text: str, built_in: Mapping[str, type[Kind]]) -> tuple[str, list[str]
     return f"{first}:{rest[0]}", rest[1:]
 
 
-def find(source: str, built_in: Mapping[str, type[Kind]], base: type[Any], what: str) -> type[Kind]:
+def find(
+    source: str, built_in: Mapping[str, type[Named]], base: type[Any], what: str
+) -> type[Named]:
     """The class that `source` names, or a ConfigError of one line."""
     if source in built_in:
         return built_in[source]
@@ -141,7 +145,7 @@ def find(source: str, built_in: Mapping[str, type[Kind]], base: type[Any], what:
     if class_name not in known:
         hint = nearest(class_name, known) if known else f"there is no {what} in it"
         raise ConfigError(f"{module_name} has no {what} {class_name!r}; {hint}")
-    found: type[Kind] = known[class_name]
+    found: type[Named] = known[class_name]
     return found
 
 

@@ -12,47 +12,27 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offbeat.accounts import Accounts
+from offbeat.aliases import PREFIX, Alias, Beginning, Segment, differ, pack, unpack
 from offbeat.clipping import Arriving, Clip
+from offbeat.errors import ConfigError
 from offbeat.flat import Manifest
-from offbeat.optim import (
-    SCALARS,
-    Optimizer,
-    Schedule,
-    constant,
-    is_plain_sgd,
-    with_numbers,
-)
+from offbeat.optim import Optimizer, Schedule, constant, is_plain_sgd, with_numbers
 from offbeat.rules import Gradient, Mean, Rule
 from offbeat.streams import make_mark
-
-BEGUN = "begun"
-"""1 where an optimizer that counts no steps has taken its first one: the first is another one than
-the rest (SGD's is not dampened)."""
-PER_SEGMENT = (BEGUN, *SCALARS)
-"""Of an optimizer's state, what there is once for each segment, not for each element."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The part of one tensor that lies in a slice: elements lo to hi of the slice."""
-
-    tensor: int
-    group: int
-    lo: int
-    hi: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardState:
     """All that a shard consists of at one version, in memory of its own.
 
-    `tensors`: params; where there are any ema, floats, ints; and what the optimizer keeps, as
-    `optimizer.NAME` over the slice, or per segment what torch keeps per Parameter.
+    `tensors`: params; where there are any ema, floats, ints; and what the optimizer keeps, under
+    names that aliases.py gives it.
     """
 
     version: int
@@ -67,13 +47,45 @@ def partition(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def segments_of(manifest: Manifest, optimizer: Optimizer, lo: int, hi: int) -> list[Segment]:
-    """The parts of tensors that the slice lo..hi of the flat vector consists of."""
+def partition_tensors(manifest: Manifest, num_slices: int) -> list[tuple[int, int]]:
+    """Cut the flat vector between tensors, so that the largest slice is as small as can be."""
+    ends = [spec.offset + spec.numel for spec in manifest.tensors if spec.numel]
+    if num_slices > len(ends):
+        raise ConfigError(
+            f"{num_slices} servers for {len(ends)} tensors: each server needs at least one whole "
+            f"tensor; lower servers"
+        )
+    least, most = 0, ends[-1]  # of the largest slice: `least` is not enough, `most` is
+    while most - least > 1:
+        size = (least + most) // 2
+        least, most = (size, most) if _cuts(ends, num_slices, size) is None else (least, size)
+    return list(itertools.pairwise(_cuts(ends, num_slices, most) or []))
+
+
+def _cuts(ends: Sequence[int], num_slices: int, size: int) -> list[int] | None:
+    """Where to cut so that no slice is larger than `size` and none is empty; None: nowhere."""
+    cuts = [0]
+    for index, end in enumerate(ends):
+        before = 0 if index == 0 else ends[index - 1]
+        if end - before > size:
+            return None
+        tensors_left, slices_left = len(ends) - index, num_slices - len(cuts)
+        if before > cuts[-1] and (end - cuts[-1] > size or tensors_left == slices_left):
+            cuts.append(before)
+    return [*cuts, ends[-1]] if len(cuts) == num_slices else None
+
+
+def segments_of(
+    manifest: Manifest, optimizer: Optimizer, lo: int, hi: int, *, whole: bool = False
+) -> list[Segment]:
+    """The parts of tensors that the slice lo..hi of the flat vector consists of; `whole`: all of
+    them are whole tensors, which the optimizer sees as such."""
     segments = []
     for index in tensors_in(manifest, lo, hi):
         spec = manifest.tensors[index]
         start, end = max(lo, spec.offset), min(hi, spec.offset + spec.numel)
-        segments.append(Segment(index, optimizer.group_of(spec.name), start - lo, end - lo))
+        group = optimizer.group_of(spec.name)
+        segments.append(Segment(index, group, start - lo, end - lo, spec if whole else None))
     return segments
 
 
@@ -147,11 +159,7 @@ class Shard:
         for name, buffer in (("floats", self.floats), ("ints", self.ints)):
             if name in tensors:
                 buffer.copy_(tensors[name])
-        self._optimizer_state = {
-            key.removeprefix("optimizer."): value
-            for key, value in tensors.items()
-            if key.startswith("optimizer.")
-        }
+        self._optimizer_state = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
         self._first_version = state.version
         self.tickets = itertools.count(state.version + 1)
 
@@ -218,7 +226,7 @@ class Shard:
         if self.updaters:
             state.update(self.updaters[0].optimizer_state())
         else:
-            state.update({f"optimizer.{k}": v.clone() for k, v in self._optimizer_state.items()})
+            state.update({k: v.clone() for k, v in self._optimizer_state.items()})
         return ShardState(version=version, tensors=state, accounts=accounts)
 
 
@@ -227,7 +235,8 @@ class Updater:
 
     To begin with there is one alias for each run of segments in the same parameter group. The first
     gradient that lacks a tensor splits them into one alias per tensor, since torch counts steps and
-    keeps state per Parameter, and skips the ones without a gradient.
+    keeps state per Parameter, and skips the ones without a gradient. Where the optimizer has to see
+    whole tensors there is one alias per tensor from the beginning.
 
     Plain SGD is one addition and keeps nothing, so it is made here: the same bits as torch's, at a
     third of the time for a small model.
@@ -239,9 +248,10 @@ class Updater:
         self.num_finished = 0
         self.stateless = shard.optimizer.is_plain_sgd and not shard.fused
         # splitting later would give lock-free sessions different step counts
-        self.split = (shared and not self.stateless) or _differ(state)
+        is_whole = any(segment.spec is not None for segment in shard.segments)
+        self.split = is_whole or (shared and not self.stateless) or differ(state)
         runs = [[s] for s in shard.segments] if self.split else _runs(shard.segments)
-        self.aliases = [_Alias(shard.params, run) for run in runs]
+        self.aliases = [Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._group_indices = sorted({segment.group for segment in shard.segments})
@@ -289,26 +299,8 @@ class Updater:
         return self.num_finished - (not self.mark.is_reached())
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The state that torch keeps per Parameter, as `optimizer.NAME` over the slice.
-
-        What torch keeps once per Parameter, such as `step`, becomes one number per segment; where
-        nothing was stepped yet there are zeros.
-        """
-        shard = self.shard
-        positions = {segment: index for index, segment in enumerate(shard.segments)}
-        state: dict[str, Tensor] = {}
-        for alias in self.aliases:
-            kept = self.optimizer.state.get(alias.param, {})
-            if kept and "step" not in kept:
-                kept = {**kept, BEGUN: torch.tensor(1.0)}
-            for key, value in kept.items():
-                size = len(shard.segments) if key in PER_SEGMENT else shard.params.numel()
-                flat = state.setdefault(f"optimizer.{key}", torch.zeros(size))
-                if key in PER_SEGMENT:
-                    flat[[positions[segment] for segment in alias.segments]] = value
-                else:
-                    flat[alias.lo : alias.hi] = value
-        return state
+        """What torch keeps per Parameter, by the names that aliases.py gives it."""
+        return pack(self.aliases, self.optimizer.state, self.shard.params.numel())
 
     def _step(
         self,
@@ -333,8 +325,7 @@ class Updater:
         if is_plain:
             by_group = dict(zip(self._group_indices, lrs, strict=True))
             for alias in present:
-                lr = by_group[alias.segments[0].group]
-                alias.view.add_(values[alias.lo : alias.hi], alpha=-lr)
+                alias.view.add_(alias.of(values), alpha=-by_group[alias.segments[0].group])
             return
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
@@ -343,17 +334,17 @@ class Updater:
     def _take_options(self, rates: list[float]) -> list[float]:
         """Those that a worker's own optimizer has at this step; returns the learning rates."""
         numbers = iter(rates)
-        tables = [with_numbers(options, numbers) for options in self.shard.optimizer.tables]
+        tables = [with_numbers(m.options, numbers) for m in self.shard.optimizer.members]
         groups = self.optimizer.param_groups
         for group, index in zip(groups, self._group_indices, strict=True):
             group.update(tables[index])
         return [group["lr"] for group in groups]
 
-    def _step_with(self, values: Tensor, present: "Sequence[_Alias]") -> None:
+    def _step_with(self, values: Tensor, present: Sequence[Alias]) -> None:
         for alias in self.aliases:
             alias.param.grad = None
         for alias in present:
-            alias.param.grad = values[alias.lo : alias.hi]
+            alias.param.grad = alias.of(values)
         self.optimizer.step()
 
     def _merge_buffers(self, gradients: Sequence[Gradient]) -> None:
@@ -369,7 +360,7 @@ class Updater:
             if gradient.ints is not None and self.shard.ints.numel():
                 torch.maximum(self.shard.ints, gradient.ints, out=self.shard.ints)
 
-    def _build(self, aliases: "Sequence[_Alias]") -> torch.optim.Optimizer:
+    def _build(self, aliases: Sequence[Alias]) -> torch.optim.Optimizer:
         params = [alias.param for alias in aliases]
         groups = [alias.segments[0].group for alias in aliases]
         return self.shard.optimizer.build(params, groups, fused=self.shard.fused)
@@ -377,7 +368,7 @@ class Updater:
     def _split(self) -> None:
         """From one alias per run to one per tensor, each with its part of the state so far."""
         coarse, old = self.aliases, self.optimizer
-        self.aliases = [_Alias(self.shard.params, [s]) for s in self.shard.segments]
+        self.aliases = [Alias(self.shard.params, [s]) for s in self.shard.segments]
         self.optimizer = self._build(self.aliases)
         self.split = True
         fine = iter(self.aliases)
@@ -385,80 +376,63 @@ class Updater:
             state = old.state.get(whole.param, {})
             for part in itertools.islice(fine, len(whole.segments)):
                 for key, value in state.items():
-                    self.optimizer.state[part.param][key] = _cut(value, whole, part)
+                    self.optimizer.state[part.param][key] = part.cut(value, whole)
 
     def _restore(self, state: dict[str, Tensor]) -> None:
         """Put back what `optimizer_state` gave. What was not stepped yet torch is to begin by
         itself: not all of its state begins with zeros."""
-        positions = {segment: index for index, segment in enumerate(self.shard.segments)}
-        begun = state.get("step", state.get(BEGUN))
+        places = {segment: index for index, segment in enumerate(self.shard.segments)}
+        cpu = torch.device("cpu")  # where torch keeps scalars, but for its fused kernels
         for alias in self.aliases:
-            position = positions[alias.segments[0]]
-            if begun is not None and not begun[position]:
-                continue
-            restored = self.optimizer.state[alias.param]
-            for key, value in state.items():
-                if key not in PER_SEGMENT:
-                    restored[key] = value[alias.lo : alias.hi].to(alias.view.device, copy=True)
-                elif key != BEGUN:  # torch keeps it on the CPU, but for its fused kernels
-                    where = alias.view.device if self.shard.fused else value.device
-                    restored[key] = value[position].to(where, copy=True)
+            scalars_on = alias.view.device if self.shard.fused else cpu
+            found = unpack(state, alias, places[alias.segments[0]], scalars_on)
+            if found:
+                self.optimizer.state[alias.param] = found
 
     def _share_state(self) -> None:
         """Use the state of the shard's first updater; the first one makes it, as torch would.
 
         torch makes state in the first step. Several threads must not each make their own, so a step
-        is taken on zeros with zero gradients, which leaves every kind of state as it begins, but
-        for the scalars. SGD's first step is then dampened as all others are.
+        is taken with zero gradients, and of the state it leaves what each part was when it was
+        made. That is on zeros, since weight decay makes a gradient of parameters; but what begins
+        as a copy of the parameters does so here too. What is made by a gradient, as SGD's momentum,
+        begins with zeros: its first step is then dampened as all others are.
         """
         if self.shard.updaters:
             first = self.shard.updaters[0]
             for mine, theirs in zip(self.aliases, first.aliases, strict=True):
                 self.optimizer.state[mine.param] = first.optimizer.state[theirs.param]
             return
-        zeros = torch.zeros_like(self.shard.params)
-        dry_aliases = [_Alias(zeros, alias.segments) for alias in self.aliases]
-        dry = self._build(dry_aliases)
-        for alias in dry_aliases:
-            alias.param.grad = torch.zeros_like(alias.param)
+        on_zeros = self._begin(torch.zeros_like(self.shard.params))
+        on_params = self._begin(self.shard.params.clone())
+        for alias, made, there in zip(self.aliases, on_zeros, on_params, strict=True):
+            for key, value in there.items():
+                if _is_copy(value, alias.view):
+                    made[key] = value
+            self.optimizer.state[alias.param] = made
+
+    def _begin(self, params: Tensor) -> list[dict[str, Any]]:
+        """For each alias, its state when it is made, were `params` the parameters."""
+        aliases = [Alias(params, alias.segments) for alias in self.aliases]
+        dry = self._build(aliases)
         scale = self.shard.schedule(0, self.shard.total_updates)
         for group in dry.param_groups:
             group["lr"] *= scale
+        begun = [Beginning(dry.state.get(alias.param, {})) for alias in aliases]
+        for alias, state in zip(aliases, begun, strict=True):
+            alias.param.grad = torch.zeros_like(alias.param)
+            dry.state[alias.param] = state
         dry.step()
-        lrs = {param: group["lr"] for group in dry.param_groups for param in group["params"]}
-        for mine, made in zip(self.aliases, dry_aliases, strict=True):
-            state = dry.state[made.param]
-            for key in SCALARS.keys() & state.keys():
-                initial = SCALARS[key]
-                state[key].fill_(lrs[made.param] if initial is None else initial)
-            self.optimizer.state[mine.param] = state
-
-
-class _Alias:
-    """A Parameter that is a view of some neighbouring segments of a slice."""
-
-    def __init__(self, storage: Tensor, segments: Sequence[Segment]) -> None:
-        self.segments = list(segments)
-        self.lo = segments[0].lo
-        self.hi = segments[-1].hi
-        self.view = storage[self.lo : self.hi]
-        self.param = nn.Parameter(self.view)
+        return [state.first for state in begun]
 
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
     return [list(run) for _, run in itertools.groupby(segments, key=lambda s: s.group)]
 
 
-def _differ(state: dict[str, Tensor]) -> bool:
-    """Whether the segments' own numbers are not all the same."""
-    kept = [state[key] for key in PER_SEGMENT if key in state]
-    return any(bool((values != values[0]).any()) for values in kept)
-
-
-def _cut(value: Tensor, whole: _Alias, part: _Alias) -> Tensor:
-    """The part's share of a state tensor; a scalar is the same for all parts."""
-    mine = value if value.dim() == 0 else value[part.lo - whole.lo : part.hi - whole.lo]
-    return mine.clone()
+def _is_copy(value: Any, view: Tensor) -> bool:
+    alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (view.shape, view.dtype)
+    return alike and torch.equal(value, view)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def test_the_flags_are_frozen() -> None:
         "clip_norm",
         "clip_value",
         "fused",
+        "partition",
         "reduce",
         "backup_workers",
         "round_timeout",
@@ -247,3 +248,10 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
         main([])
     assert stop.value.code == 2
     assert "train" in capsys.readouterr().out
+
+
+def test_an_optimizer_of_the_users_is_found_from_other_folders() -> None:
+    config = make_config({"optimizer": "my/lion.py:Lion:beta=0.5"})
+    assert config.optimizer == f"{Path('my/lion.py').absolute()}:Lion:beta=0.5"
+    assert make_config({"optimizer": "lions:Lion"}).optimizer == "lions:Lion"
+    assert make_config({"optimizer": "Adadelta:rho=0.5"}).optimizer == "Adadelta:rho=0.5"

@@ -7,16 +7,28 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_plain_optimizer
+from own_optimizers import (
+    Counting,
+    Failing,
+    Listing,
+    Noisy,
+    Rateless,
+    Signs,
+    Stepping,
+    Together,
+    Trusting,
+)
 from torch import nn
 
-from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop, cosine, step_decay
+from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop, config, cosine, optimizer, step_decay
 from offbeat.accounts import Account
 from offbeat.errors import ConfigError
 from offbeat.flat import FlatModel
-from offbeat.optim import BY_NAME, KINDS, REFUSED, Optimizer, constant
+from offbeat.optim import BY_NAME, KINDS, REFUSED, WHOLE, Optimizer, constant, named_optimizer
+from offbeat.probing import Reach, _try_out, reach_of
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Gradient
-from offbeat.shard import Shard, Updater, partition, segments_of, usable
+from offbeat.shard import Shard, Updater, partition, partition_tensors, segments_of, usable
 
 OPTIMIZERS = {
     "sgd": SGD(lr=0.1),
@@ -37,6 +49,7 @@ OPTIMIZERS = {
     "nadam": Optimizer(kind="NAdam", options={"lr": 0.01}),
     "radam": Optimizer(kind="RAdam", options={"lr": 0.01}),
     "rprop": Optimizer(kind="Rprop", options={"lr": 0.01}),
+    "one's own": optimizer(Signs),
 }
 
 
@@ -276,14 +289,16 @@ def test_the_state_of_a_shard_is_flat_and_complete(name: str) -> None:
     assert set(whole) == set(split)
     for key, value in whole.items():
         assert torch.equal(value, split[key]), key
-    if "optimizer.step" in whole:
-        assert whole["optimizer.step"].tolist() == [3, 3, 3, 3]
+    if "optimizer.scalar.step" in whole:
+        assert whole["optimizer.scalar.step"].tolist() == [3, 3, 3, 3]
 
 
 def test_every_kind_is_tested_here() -> None:
-    assert {spec.kind for spec in OPTIMIZERS.values()} == set(KINDS)
+    assert {spec.kind for spec in OPTIMIZERS.values()} >= set(KINDS)
     others = {name for name in torch.optim.__all__ if name[0].isupper()} - {"Optimizer"}
-    assert others == set(KINDS) | set(REFUSED), "one that is new in torch needs a decision"
+    known = {*KINDS, *WHOLE, *REFUSED}
+    assert others == known, "one that is new in torch needs a decision"
+    assert known - set(REFUSED) == {name for name in config.OPTIMIZERS if name[0].isupper()}
 
 
 def test_plain_sgd_is_told_from_other_kinds() -> None:
@@ -296,7 +311,6 @@ def test_plain_sgd_is_told_from_other_kinds() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("Adafactor", "whole matrices"),
         ("LBFGS", "several times in a step.*these work: SGD, Adam"),
         ("SparseAdam", "sparse"),
         ("Adan", "unknown optimizer 'Adan'; did you mean 'Adam'"),
@@ -306,6 +320,138 @@ def test_plain_sgd_is_told_from_other_kinds() -> None:
 def test_an_optimizer_that_cannot_work_on_slices_is_refused(kind: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Optimizer(kind=kind, options={"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (torch.optim.LBFGS, {}, "LBFGS cannot be used: .*several times in a step"),
+        (torch.optim.Optimizer, {}, "Optimizer is abstract"),
+        (nn.Linear, {}, "Linear is no optimizer: .*derived from torch.optim.Optimizer"),
+        (7, {}, "7 is no optimizer"),
+        (Signs, {"bta": 1}, "Signs has no option 'bta'; did you mean 'beta'"),
+        (Signs, {"beta": torch.ones(1)}, "beta of Signs must be made of numbers and text"),
+        (Rateless, {}, "Rateless has no option lr"),
+        ("own_optimizers:Sings", {}, "no optimizer 'Sings'; did you mean 'Signs'"),
+        ("no_such_module:Signs", {}, "importing no_such_module failed"),
+        ("Adan", {}, "unknown optimizer 'Adan'; did you mean 'Adam'"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_in_a_line(
+    kind: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        optimizer(kind, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_is_named_by_its_class_or_where_it_is() -> None:
+    given = optimizer(torch.optim.Adadelta, rho=0.8)
+    assert given == optimizer("Adadelta", rho=0.8)
+    assert given.options == {"lr": 1.0, "rho": 0.8}, "the learning rate is torch's own"
+    assert str(given) == "Adadelta(lr=1.0, rho=0.8)"
+    own = optimizer("own_optimizers:Signs", lr=0.5)
+    assert own.maker is Signs
+    assert str(own) == str(optimizer(Signs, lr=0.5)) == "Signs(lr=0.5)"
+    both = SGD(lr=0.1, groups={"*.bias": own})
+    assert str(both) == "SGD(lr=0.1, groups={'*.bias': Signs(lr=0.5)})"
+
+
+def test_the_flag_names_optimizers_with_their_options() -> None:
+    assert named_optimizer("momentum") == SGD(lr=0.05, momentum=0.9)
+    found = named_optimizer("Adam:betas=[0.8,0.9]:amsgrad=true")
+    assert found.options == {"lr": 1e-3, "betas": [0.8, 0.9], "amsgrad": True}
+    assert named_optimizer("own_optimizers:Signs:beta=0.5").options["beta"] == 0.5
+    with pytest.raises(ConfigError, match=r"Adam takes options as NAME=VALUE.*'0\.5'"):
+        named_optimizer("Adam:0.5")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *WHOLE])
+def test_trying_out_finds_what_is_known_of_torchs_optimizers(kind: str) -> None:
+    expected = Reach.TENSOR if kind in WHOLE else Reach.ELEMENT
+    assert reach_of(optimizer(kind)) == _try_out(optimizer(kind)) == expected
+
+
+def test_trying_out_finds_how_much_an_optimizer_has_to_see() -> None:
+    before = torch.get_rng_state()
+    assert reach_of(optimizer(Signs)) == reach_of(optimizer(Noisy)) == Reach.ELEMENT
+    assert reach_of(optimizer(Signs, whole_tensors=True)) == Reach.TENSOR
+    assert reach_of(optimizer(Trusting)) == Reach.TENSOR
+    assert reach_of(optimizer(Together)) == Reach.MODEL
+    assert reach_of(SGD(groups={"*.bias": optimizer(Trusting)})) == Reach.TENSOR
+    assert torch.equal(torch.get_rng_state(), before), "the caller's own generator"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Counting, "Counting counts in its count, which no checkpoint has"),
+        (Listing, "keeps a list as 'history', which no checkpoint can hold"),
+        (Failing, "Failing failed when it was tried out: NotImplementedError"),
+    ],
+)
+def test_trying_out_finds_what_cannot_be_kept(kind: type[Stepping], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        reach_of(optimizer(kind))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_group_may_have_an_optimizer_of_its_own(num_shards: int, whole: bool) -> None:
+    spec = SGD(lr=0.1, momentum=0.9, groups={"0.*": optimizer(Signs, lr=0.02)})
+    flat = FlatModel(odd_model())
+    size = flat.manifest.num_elements
+    cut = partition_tensors(flat.manifest, num_shards) if whole else partition(size, num_shards)
+    shards = [
+        Shard(
+            flat.params[lo:hi].clone(), segments_of(flat.manifest, spec, lo, hi, whole=whole), spec
+        )
+        for lo, hi in cut
+    ]
+    plain = odd_model()
+    first = Signs(plain[0].parameters(), lr=0.02)
+    second = torch.optim.SGD(plain[2].parameters(), lr=0.1, momentum=0.9)
+    updaters = [shard.make_updater() for shard in shards]
+    for values in gradients(flat, 4):
+        for (lo, hi), updater in zip(cut, updaters, strict=True):
+            updater.apply([Gradient(values[lo:hi])])
+        step_plainly(plain, first, values)
+        second.step()
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.equal(torch.cat([shard.params for shard in shards]), expected)
+
+
+def test_what_begins_as_the_parameters_does_so_where_state_is_shared() -> None:
+    """Also where weight decay makes a gradient out of them."""
+    flat = FlatModel(odd_model())
+    (shard,) = make_shards(flat, optimizer(Signs), 1)
+    updater = shard.make_updater(shared=True)
+    for alias in updater.aliases:
+        kept = updater.optimizer.state[alias.param]
+        assert torch.equal(kept["anchor"], alias.view) and kept["step"] == 0
+        assert not kept["mean"].any()
+    (shard,) = make_shards(flat, SGD(momentum=0.9, weight_decay=0.1), 1)
+    updater = shard.make_updater(shared=True)
+    assert not updater.optimizer_state()["optimizer.element.momentum_buffer"].any()
+
+
+def test_tensors_are_shared_out_whole_and_evenly() -> None:
+    manifest = FlatModel(
+        nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 1), nn.Linear(1, 50), nn.Linear(50, 1))
+    ).manifest
+    inner = [spec.offset for spec in manifest.tensors[1:]]
+    for count in range(1, 9):
+        slices = partition_tensors(manifest, count)
+        assert slices[0][0] == 0 and slices[-1][1] == manifest.num_elements
+        assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(slices))
+        assert {lo for lo, _ in slices[1:]} <= set(inner)
+        best = min(
+            max(b - a for a, b in itertools.pairwise((0, *cuts, manifest.num_elements)))
+            for cuts in itertools.combinations(inner, count - 1)
+        )
+        assert max(hi - lo for lo, hi in slices) == best
+    with pytest.raises(ConfigError, match=r"9 servers for 8 tensors.*lower servers"):
+        partition_tensors(manifest, 9)
 
 
 def test_options_that_torch_would_pass_over_are_errors() -> None:

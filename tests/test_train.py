@@ -23,6 +23,7 @@ from helpers import (
     toy_model,
     toy_recipe,
 )
+from own_optimizers import Signs, Together, Trusting
 from scripted import ScriptedServer, run_master
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -101,6 +102,124 @@ def test_other_numbers_of_servers_on_the_way_give_the_bits_too(
     module = job.make_model().module
     plain_loop(job, make_plain_optimizer(optimizer, module), module)
     assert_same(result.state_dict(), module.state_dict())
+
+
+EVERY: dict[str, Any] = {kind: kind for kind in KINDS}
+EVERY |= {"one's own": Signs, "by its name": "own_optimizers:Signs"}
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_optimizer_gives_the_bits_of_a_plain_loop(
+    run_dir: Path, name: str, discipline: str, servers: int
+) -> None:
+    spec = offbeat.optimizer(EVERY[name], lr=0.02)
+    recipe = toy_recipe(optimizer=spec)
+    result = train(recipe, run_dir, discipline=discipline, workers=1, servers=servers, steps=12)
+    assert_plain(result, recipe, steps=12)
+
+
+@pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
+@pytest.mark.parametrize("kind", [Signs, Trusting, "Adafactor"])
+def test_resuming_gives_the_bits_whatever_an_optimizer_keeps(
+    run_dir: Path, kind: Any, discipline: str
+) -> None:
+    """With another number of servers, too."""
+    recipe = toy_recipe(optimizer=offbeat.optimizer(kind, lr=0.02))
+    train(recipe, run_dir, discipline=discipline, workers=1, servers=2, steps=15)
+    assert_plain(offbeat.resume(run_dir, recipe, servers=3, steps=30), recipe, steps=30)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        offbeat.optimizer(Signs, lr=0.01),
+        offbeat.optimizer("Muon", lr=0.02, groups={"*.bias": AdamW(lr=0.01)}),
+    ],
+    ids=str,
+)
+def test_lock_free_sessions_share_what_an_optimizer_keeps(run_dir: Path, spec: Optimizer) -> None:
+    recipe = toy_recipe(optimizer=spec)
+    result = train(recipe, run_dir, discipline="lock-free", workers=3, servers=2, steps=40)
+    assert result.test_accuracy is not None and result.test_accuracy > 0.8
+    assert result.summary["gradients"] == 120
+    for shard in newest_checkpoint(run_dir / "checkpoints").shards:
+        assert shard.version == 120
+
+
+def assert_plain(result: offbeat.Result, recipe: offbeat.Recipe, steps: int) -> None:
+    """A plain loop comes to the same bits."""
+    job = toy_job(recipe, workers=1, steps=steps)
+    torch.set_num_threads(1)
+    module = job.make_model().module
+    plain_loop(job, make_plain_optimizer(recipe.optimizer, module), module)
+    assert_same(result.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
+@pytest.mark.parametrize("kind", ["Adafactor", Trusting, "Adam"])
+def test_whole_tensors_give_the_bits_too(
+    run_dir: Path, kind: Any, discipline: str, servers: int
+) -> None:
+    recipe = toy_recipe(optimizer=offbeat.optimizer(kind, lr=0.02))
+    options = {"partition": "tensors"} if kind == "Adam" else {}
+    result = train(
+        recipe, run_dir, discipline=discipline, workers=1, servers=servers, steps=12, **options
+    )
+    described = json.loads((run_dir / "config.json").read_text())
+    assert described["resolved"]["partition"] == "tensors"
+    assert_plain(result, recipe, steps=12)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_muon_trains_matrices_and_another_optimizer_the_rest(run_dir: Path, servers: int) -> None:
+    """Also across a resume with another number of servers."""
+    spec = offbeat.optimizer("Muon", lr=0.02, groups={"*.bias": AdamW(lr=0.01)})
+    recipe = toy_recipe(optimizer=spec)
+    train(recipe, run_dir, workers=1, servers=2, steps=8)
+    result = offbeat.resume(run_dir, recipe, servers=servers, steps=16)
+    job = toy_job(recipe, workers=1, steps=16)
+    torch.set_num_threads(1)
+    module = job.make_model().module
+    matrices, biases = ([p for p in module.parameters() if p.dim() == d] for d in (2, 1))
+    optimizers = (torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(biases, lr=0.01))
+    for batch in batches_of(job, 0):
+        module.zero_grad()
+        recipe.loss(module, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(result.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        (offbeat.optimizer("Adafactor"), {"servers": 5}, "5 servers for 4 tensors"),
+        (offbeat.optimizer(Trusting), {"partition": "elements"}, "Trusting needs whole tensors"),
+        (offbeat.optimizer(Together), {"servers": 2}, "Together needs all parameters in one place"),
+        (offbeat.optimizer("Muon"), {}, r"Muon only supports 2D.*groups=\{'\*\.bias'"),
+        (SGD(), {"partition": "tensor"}, "did you mean 'tensors'"),
+    ],
+)
+def test_slices_that_an_optimizer_cannot_work_with_are_refused(
+    run_dir: Path, spec: Optimizer, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(toy_recipe(optimizer=spec), run_dir, workers=1, **options)
+    assert "\n" not in str(caught.value) and not run_dir.exists()
+
+
+def test_channels_last_is_what_a_whole_tensor_looks_like(run_dir: Path) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (3, 2, 1)), nn.Conv2d(3, 4, (2, 1)), nn.Flatten(), nn.Linear(4, 3)
+        ).to(memory_format=torch.channels_last)
+
+    recipe = toy_recipe(net, offbeat.optimizer("Adafactor", lr=0.02))
+    train(recipe, run_dir, workers=1, servers=2, steps=8)
+    assert_plain(offbeat.resume(run_dir, recipe, steps=16), recipe, steps=16)
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -581,6 +700,7 @@ RESOLVED: dict[str, Any] = {
     "lr": 0.1,
     "lr_scale": "none",
     "schedule": "constant()",
+    "partition": "elements",
     "batch_size": 10,
     "accumulate": 1,
     "epochs": 2,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from offbeat.aliases import Segment
 from offbeat.bench.processes import TIMEOUT_S, one_thread, silent_log, started, wait_for
 from offbeat.bench.tables import Row
 from offbeat.disciplines import ApplyReply
@@ -25,7 +26,7 @@ from offbeat.roles.server import Server
 from offbeat.run.addresses import Cluster, ClusterNetwork
 from offbeat.run.events import EventLog
 from offbeat.run.rundir import RunFolder
-from offbeat.shard import Segment, Shard, ShardState
+from offbeat.shard import Shard, ShardState
 from offbeat.transport.base import (
     Layout,
     Listener,

@@ -4,8 +4,8 @@ Written by rank 0 when its script calls `distribute`; read by the servers and co
 ranks. It is JSON: nothing of the user's is pickled.
 """
 
-import dataclasses
 import inspect
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,8 @@ from offbeat.optim import NOT_OPTIONS, Optimizer
 from offbeat.run.rundir import RunFolder
 
 POLL_S = 0.05
+KEPT = ("kind", "options", "groups", "by_name")
+"""What there is to know of an optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +29,8 @@ class Description:
     optimizer: Optimizer
 
     def write(self, folder: RunFolder) -> None:
-        content = {
-            "manifest": self.manifest.to_json(),
-            "optimizer": dataclasses.asdict(self.optimizer),
-        }
+        optimizer = {name: getattr(self.optimizer, name) for name in KEPT}
+        content = {"manifest": self.manifest.to_json(), "optimizer": optimizer}
         folder.write_json(folder.model, content)
 
     @classmethod
@@ -61,10 +61,10 @@ def describe_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Descrip
     return Description(
         manifest=manifest,
         optimizer=Optimizer(
-            kind=type(optimizer).__name__,
+            kind=_name_of(type(optimizer)),
             options=first,
             groups={str(index): options for index, options in enumerate(others, start=1)},
-            members=_members(model, optimizer),
+            by_name=_by_name(model, optimizer),
         ),
     )
 
@@ -86,7 +86,15 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def _name_of(kind: type[torch.optim.Optimizer]) -> str:
+    """Where the servers find it: in torch, or in a module or script of the user's."""
+    if getattr(torch.optim, kind.__name__, None) is kind:
+        return kind.__name__
+    module = kind.__module__
+    return f"{sys.argv[0] if module == '__main__' else module}:{kind.__qualname__}"
+
+
+def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """In which group each of the model's parameters is; those in none are not trained."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
     members: dict[str, int] = {}

@@ -36,7 +36,7 @@ def make_loop_job(config: TrainConfig, description: Description | None) -> Job:
         manifest=manifest,
         slices=tuple(slices),
         facts=_facts(config),
-        num_rates=sum(len(numbers_of(table)) for table in optimizer.tables),
+        num_rates=sum(len(numbers_of(member.options)) for member in optimizer.members),
     )
 
 

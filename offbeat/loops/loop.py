@@ -51,7 +51,7 @@ class Loop:
         flat = FlatModel(model, description.manifest)
         flat.keeps_gradients = True
         self._trained = [
-            spec.name in description.optimizer.members for spec in flat.manifest.tensors
+            spec.name in description.optimizer.by_name for spec in flat.manifest.tensors
         ]
         self._towers = Towers([flat], [_device_of(model)])
         self._failures: list[Exception] = []

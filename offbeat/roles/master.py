@@ -246,7 +246,7 @@ class Master:
             snapshots = self._snapshots_now()  # workers may be at work already
             self._commit_if_new(snapshots if self._may_commit(snapshots) else self._initial)
         else:  # servers that lived on may be ahead of it
-            newest = newest_checkpoint(self._folder.checkpoints).recut(len(self._servers))
+            newest = newest_checkpoint(self._folder.checkpoints).recut(self.job.slices)
             self._last_versions = [state.version for state in newest]
         if self._patience is not None:
             self._patience.begin()
@@ -371,7 +371,7 @@ class Master:
         if not list_checkpoints(self._folder.checkpoints):
             return self._initial[index]
         checkpoint = newest_checkpoint(self._folder.checkpoints)
-        state = checkpoint.recut(len(self.job.slices))[index]
+        state = checkpoint.recut(self.job.slices)[index]
         starts = self.job.starts(checkpoint)
         self.log.info("server %d gets version %d back", index, state.version)
         if starts is None:

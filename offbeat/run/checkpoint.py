@@ -6,10 +6,11 @@ believes nothing else.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from offbeat.accounts import Accounts, accounts_from, accounts_to_json, joined
+from offbeat.aliases import is_per_segment, modernised, owner_of, progress
 from offbeat.errors import CheckpointError
 from offbeat.flat import Manifest
-from offbeat.shard import PER_SEGMENT, ShardState, partition, tensors_in
+from offbeat.shard import ShardState, tensors_in
 
-FORMAT = 2
-READABLE_FORMATS = (1, 2)
-"""Of the first one every gradient up to the last that was in counts as applied."""
+FORMAT = 3
+READABLE_FORMATS = (1, 2, 3)
+"""Of the first one every gradient up to the last that was in counts as applied; before the third
+the names of an optimizer's state did not say what is kept for each element and what once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +55,28 @@ class Checkpoint:
         ints = first.get("ints", torch.empty(0, dtype=torch.int64))
         return self.manifest.state_dict(params, floats, ints, self.frozen)
 
-    def recut(self, num_shards: int) -> tuple[ShardState, ...]:
-        """The same state in another number of slices. Where shards stood at different versions the
-        new ones take the newest, and of each worker the last gradient that is in any of them."""
-        if num_shards == len(self.shards):
+    def recut(self, slices: Sequence[tuple[int, int]]) -> tuple[ShardState, ...]:
+        """The same state in other slices. Where shards stood at different versions the new ones
+        take the newest, and of each worker the last gradient that is in any of them."""
+        if list(slices) == self.slices:
             return self.shards
-        num_elements = self.manifest.num_elements
-        old = partition(num_elements, len(self.shards))
+        keys = {key for shard in self.shards for key in shard.tensors} - {"floats", "ints"}
         whole = {
-            key: torch.cat([_over_elements(shard, key) for shard in self.shards])
-            for key in {key for shard in self.shards for key in shard.tensors}
-            if key not in ("floats", "ints", *_BY_TENSOR)
+            key: _over_elements(self.shards, key)
+            for key in keys
+            if not is_per_segment(key) and owner_of(key) is None
         }
-        by_tensor = self._by_tensor(old)
+        by_tensor = self._by_tensor(keys)
         shards = []
-        for index, (lo, hi) in enumerate(partition(num_elements, num_shards)):
+        for index, (lo, hi) in enumerate(slices):
             tensors = {key: value[lo:hi].clone() for key, value in whole.items()}
             inside = tensors_in(self.manifest, lo, hi)
-            tensors |= {key: values[inside].clone() for key, values in by_tensor.items()}
+            for key, values in by_tensor.items():
+                owner = owner_of(key)
+                if owner is None:
+                    tensors[key] = values[inside].clone()
+                elif owner in inside:
+                    tensors[key] = values
             if index == 0:
                 first = self.shards[0].tensors
                 tensors |= {key: first[key] for key in ("floats", "ints") if key in first}
@@ -82,37 +89,43 @@ class Checkpoint:
             )
         return tuple(shards)
 
+    @property
+    def slices(self) -> list[tuple[int, int]]:
+        """How the parameters are cut into these shards."""
+        sizes = [shard.tensors["params"].numel() for shard in self.shards]
+        return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
     def applied(self) -> dict[int, tuple[int, int]]:
         """Each worker's last gradient that is settled in some shard, as (incarnation, sequence):
         where it goes on."""
         accounts = joined(shard.accounts for shard in self.shards)
         return {worker: (a.incarnation, a.sequence) for worker, a in accounts.items()}
 
-    def _by_tensor(self, slices: list[tuple[int, int]]) -> dict[str, Tensor]:
+    def _by_tensor(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """What the optimizer keeps once per tensor; of one that lies in several shards, as the
         shard has it in which it was stepped most often."""
-        kept = [key for key in _BY_TENSOR if any(key in shard.tensors for shard in self.shards)]
-        found = {key: torch.zeros(len(self.manifest.tensors)) for key in kept}
-        most = torch.full((len(self.manifest.tensors),), -1.0)
-        for shard, (lo, hi) in zip(self.shards, slices, strict=True):
+        found: dict[str, Tensor] = {}
+        most = torch.full((len(self.manifest.tensors),), -1.0, dtype=torch.float64)
+        for shard, (lo, hi) in zip(self.shards, self.slices, strict=True):
             inside = torch.tensor(tensors_in(self.manifest, lo, hi), dtype=torch.int64)
-            none = torch.zeros(len(inside))
-            steps = next((shard.tensors[key] for key in kept if key in shard.tensors), none)
+            steps = progress(shard.tensors, len(inside))
             more = steps > most[inside]
             most[inside[more]] = steps[more]
-            for key, values in found.items():
-                values[inside[more]] = shard.tensors.get(key, none)[more]
+            for key in keys:
+                owner, mine = owner_of(key), shard.tensors.get(key)
+                if is_per_segment(key) and mine is not None:
+                    values = found.setdefault(key, torch.zeros(len(most), dtype=mine.dtype))
+                    values[inside[more]] = mine[more]
+                elif owner is not None and mine is not None and owner in inside[more]:
+                    found[key] = mine
         return found
 
 
-_BY_TENSOR = tuple(f"optimizer.{key}" for key in PER_SEGMENT)
-"""`begun` and `step` come first, of which there is one where there is any."""
-
-
-def _over_elements(shard: ShardState, key: str) -> Tensor:
-    """A number for each parameter; an optimizer that was not stepped yet in this shard has
-    zeros."""
-    return shard.tensors.get(key, torch.zeros_like(shard.tensors["params"]))
+def _over_elements(shards: Sequence[ShardState], key: str) -> Tensor:
+    """A number for each parameter; an optimizer that was not stepped yet in a shard has zeros."""
+    kind = next(shard.tensors[key].dtype for shard in shards if key in shard.tensors)
+    parts = [s.tensors.get(key, torch.zeros_like(s.tensors["params"], dtype=kind)) for s in shards]
+    return torch.cat(parts)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -160,7 +173,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     shards = tuple(
         ShardState(
             version=entry["version"],
-            tensors=contents[f"shard-{k}.safetensors"],
+            tensors=_tensors(contents[f"shard-{k}.safetensors"], described["format"]),
             accounts=_accounts(entry),
         )
         for k, entry in enumerate(described["shards"])
@@ -227,6 +240,10 @@ def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, A
         "files": dict(digests),
         "manifest": checkpoint.manifest.to_json(),
     }
+
+
+def _tensors(tensors: dict[str, Tensor], form: int) -> dict[str, Tensor]:
+    return tensors if form >= FORMAT else modernised(tensors)
 
 
 def _accounts(entry: Mapping[str, Any]) -> Accounts:

@@ -22,7 +22,16 @@ from torch import nn
 from offbeat.capture import CapturedAugment, make_recorder
 from offbeat.clipping import Clip, ClipNorm, ClipValue
 from offbeat.compiling import Compiled, check_toolchain
-from offbeat.config import AUTO, BATCHING, LR_SCALES, OFF, TrainConfig, check_clipping
+from offbeat.config import (
+    AUTO,
+    BATCHING,
+    ELEMENTS,
+    LR_SCALES,
+    OFF,
+    TENSORS,
+    TrainConfig,
+    check_clipping,
+)
 from offbeat.data.batches import (
     Batch,
     Share,
@@ -44,8 +53,9 @@ from offbeat.errors import (
     nearest,
 )
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
-from offbeat.optim import BY_NAME, Optimizer, schedule_name
+from offbeat.optim import Optimizer, named_optimizer, schedule_name
 from offbeat.plugins import Choice, find
+from offbeat.probing import Reach, reach_of
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import Recipe, accuracy, directions, metric_name
 from offbeat.rules import BUILT_IN as RULES
@@ -53,7 +63,7 @@ from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine, shared_gpu
 from offbeat.run.initial import Initial, fill, read_initial
-from offbeat.shard import Shard, ShardState, partition, segments_of
+from offbeat.shard import Shard, ShardState, partition, partition_tensors, segments_of
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
@@ -91,6 +101,8 @@ class Facts:
     """Of the metric; None: nobody says."""
     crews: Sequence[Sequence[int]] = ()
     """Ranks that share a process; who is in none has one alone, where workers are processes."""
+    whole_tensors: bool = False
+    """Slices are cut between tensors, and the optimizer sees each tensor whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +257,7 @@ class Job:
         layout = self.layout(index)
         return Shard(
             torch.zeros(hi - lo, device=layout.device),
-            segments_of(self.manifest, self.optimizer, lo, hi),
+            segments_of(self.manifest, self.optimizer, lo, hi, whole=self.facts.whole_tensors),
             self.optimizer,
             schedule=self.recipe.schedule,
             total_updates=self.facts.total_updates,
@@ -406,6 +418,7 @@ class Job:
             "lr": float(self.optimizer.options["lr"]),
             "lr_scale": config.lr_scale,
             "schedule": schedule_name(self.recipe.schedule),
+            "partition": TENSORS if self.facts.whole_tensors else ELEMENTS,
             "batch_size": config.batch_size,
             "accumulate": config.accumulate,
             "epochs": config.epochs,
@@ -530,6 +543,7 @@ def make_job(
         engine=engine,
         higher_is_better=directions(recipe).get(metric_name(recipe)),
         crews=crews,
+        whole_tensors=_needs_whole_tensors(config, optimizer, manifest),
     )
     job = _cut(config, recipe, manifest, facts)
     job = dataclasses.replace(job, train=train, test=test, initial=initial)
@@ -611,7 +625,11 @@ def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) 
         recipe=recipe,
         optimizer=_resolve_optimizer(config, recipe),
         manifest=manifest,
-        slices=tuple(partition(manifest.num_elements, config.servers)),
+        slices=tuple(
+            partition_tensors(manifest, config.servers)
+            if facts.whole_tensors
+            else partition(manifest.num_elements, config.servers)
+        ),
         facts=facts,
     )
 
@@ -619,11 +637,30 @@ def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) 
 def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
     optimizer = recipe.optimizer
     if config.optimizer is not None:
-        optimizer = dataclasses.replace(BY_NAME[config.optimizer](), groups=optimizer.groups)
+        optimizer = dataclasses.replace(named_optimizer(config.optimizer), groups=optimizer.groups)
     if config.lr is not None:
         optimizer = optimizer.with_lr(config.lr)
     factor = LR_SCALES[config.lr_scale](config.workers)
     return optimizer if factor == 1 else optimizer.scaled(factor)
+
+
+def _needs_whole_tensors(config: TrainConfig, optimizer: Optimizer, manifest: Manifest) -> bool:
+    """Whether the slices are cut between tensors, which the optimizer may need."""
+    reach = reach_of(optimizer)
+    if reach > Reach.ELEMENT and config.partition == ELEMENTS:
+        raise ConfigError(
+            f"the optimizer {optimizer.kind} needs whole tensors: its update of an element depends "
+            f"on others; leave partition {ELEMENTS} out"
+        )
+    if reach > Reach.TENSOR and config.servers > 1:
+        raise ConfigError(
+            f"the optimizer {optimizer.kind} needs all parameters in one place: its update of a "
+            f"tensor depends on the others; use 1 server"
+        )
+    is_whole = reach > Reach.ELEMENT or config.partition == TENSORS
+    if is_whole:
+        optimizer.check_shapes([(s.name, s.shape) for s in manifest.tensors if s.numel])
+    return is_whole
 
 
 def _check_groups(optimizer: Optimizer, manifest: Manifest) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offbeat.accounts import OUTCOMES
+from offbeat.aliases import DTYPES
 from offbeat.errors import ConnectionClosedError
 from offbeat.flat import PROTOCOL
 from offbeat.transport.base import Message, PushHeader, ReplyHeader, WelcomeHeader
@@ -398,7 +399,7 @@ class Connection:
 
 # -- messages with tensors: calls and their answers ------------------------------------------------
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.int64, torch.uint8)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 def send_call(
@@ -407,7 +408,7 @@ def send_call(
     """A frame of JSON that describes the tensors, then their bytes."""
     table = [[name, _dtype_name(t), list(t.shape)] for name, t in tensors.items()]
     raw = json.dumps({"message": message, "tensors": table}).encode()
-    parts = [as_bytes(tensor.contiguous()) for tensor in tensors.values()]
+    parts = [_of_any_kind(tensor.contiguous()) for tensor in tensors.values()]
     connection.send(pack(kind, length=len(raw)), raw, *parts)
 
 
@@ -430,8 +431,13 @@ def read_call(
             f"a call with {sum(sizes)} bytes of tensors; {most_bytes} are allowed"
         )
     tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in shapes}
-    connection.read_body(*(as_bytes(tensor) for tensor in tensors.values()))
+    connection.read_body(*(_of_any_kind(tensor) for tensor in tensors.values()))
     return message, tensors
+
+
+def _of_any_kind(tensor: Tensor) -> memoryview:
+    """As `as_bytes`, also where NumPy does not know what it is made of."""
+    return as_bytes(tensor.view(-1).view(torch.uint8))
 
 
 def _dtype_name(tensor: Tensor) -> str:

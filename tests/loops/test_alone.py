@@ -54,9 +54,9 @@ def test_a_description_comes_back_from_its_file(kind: type, tmp_path) -> None:
     made.write(folder)
     found = Description.read(folder)
     assert found == made
-    assert [table["lr"] for table in found.optimizer.tables] == [0.25, 0.5]
+    assert [member.options["lr"] for member in found.optimizer.members] == [0.25, 0.5]
     names = [spec.name for spec in found.manifest.tensors]
-    assert [found.optimizer.members.get(name) for name in names] == [0, 1, None, None]
+    assert [found.optimizer.by_name.get(name) for name in names] == [0, 1, None, None]
 
 
 def test_numbers_travel_and_the_rest_stays() -> None:

@@ -137,14 +137,45 @@ def test_another_format_is_named(tmp_path: Path) -> None:
         load_checkpoint(path)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "ASGD", "SGD"])
+def test_an_optimizers_state_of_an_earlier_format_is_read(tmp_path: Path, kind: str) -> None:
+    flat = FlatModel(small_model())
+    options = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.1}
+    optimizer = Optimizer(kind=kind, options=options)
+    size = flat.manifest.num_elements
+    shard = Shard(flat.params.clone(), segments_of(flat.manifest, optimizer, 0, size), optimizer)
+    updater = shard.make_updater()
+    updater.apply([Gradient(torch.ones(size), [True, False, True, True, True])])
+    now = shard.state({})
+    before = {"params": now.tensors["params"]}
+    for key, values in now.tensors.items():
+        match key.split("."):
+            case ["optimizer", "has", _, "momentum_buffer"]:
+                before["optimizer.begun"] = values
+            case ["optimizer", "element" | "scalar", name]:
+                before[f"optimizer.{name}"] = values
+    old = ShardState(version=1, tensors=before, accounts={})
+    saved = Checkpoint(version=1, manifest=flat.manifest, shards=(old,), frozen={})
+    path = save_checkpoint(tmp_path, saved)
+    text = json.dumps({**json.loads((path / "manifest.json").read_text()), "format": 2})
+    (path / "manifest.json").write_text(text)
+    (path / "manifest.sha256").write_text(checkpoints._sha256(text.encode()))
+    (read,) = load_checkpoint(path).shards
+    assert read.tensors.keys() == now.tensors.keys() != before.keys()
+    assert all(torch.equal(read.tensors[key], value) for key, value in now.tensors.items())
+
+
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
 def test_a_checkpoint_can_be_cut_anew_and_back(tmp_path: Path, name: str) -> None:
     """From 3 shards to 2 and to 3 again: nothing is lost, also where step counts differ."""
     flat = FlatModel(small_model())
     optimizer = BY_NAME[name]()
 
+    def cuts(num_shards: int) -> list[tuple[int, int]]:
+        return partition(flat.manifest.num_elements, num_shards)
+
     def shards_of(num_shards: int) -> list[Shard]:
-        slices = partition(flat.manifest.num_elements, num_shards)
+        slices = cuts(num_shards)
         segments = [segments_of(flat.manifest, optimizer, lo, hi) for lo, hi in slices]
         made = [
             Shard(torch.zeros(hi - lo), s, optimizer, ema_decay=0.9)
@@ -164,7 +195,7 @@ def test_a_checkpoint_can_be_cut_anew_and_back(tmp_path: Path, name: str) -> Non
         states.append(shard.state({}))
     states[0].tensors["floats"] = torch.arange(float(flat.manifest.num_floats))
     made = Checkpoint(version=4, manifest=flat.manifest, shards=tuple(states), frozen={})
-    two = Checkpoint(version=4, manifest=flat.manifest, shards=made.recut(2), frozen={})
+    two = Checkpoint(version=4, manifest=flat.manifest, shards=made.recut(cuts(2)), frozen={})
     assert [len(s.tensors["params"]) for s in two.shards] == [
         hi - lo for lo, hi in partition(flat.manifest.num_elements, 2)
     ]
@@ -173,7 +204,7 @@ def test_a_checkpoint_can_be_cut_anew_and_back(tmp_path: Path, name: str) -> Non
         shard.load(state)
         shard.make_updater()
         assert shard.state({}).tensors.keys() - {"floats"} == state.tensors.keys() - {"floats"}
-    for before, after in zip(states, two.recut(3), strict=True):
+    for before, after in zip(states, two.recut(cuts(3)), strict=True):
         assert before.tensors.keys() == after.tensors.keys()
         for key, value in before.tensors.items():
             assert torch.equal(value, after.tensors[key]), key
@@ -211,7 +242,7 @@ def test_training_goes_on_with_the_same_bits_after_a_cut(kind: str) -> None:
         apply(shards, before, mask)
     states = tuple(shard.state({}) for shard in two)
     kept = Checkpoint(version=3, manifest=flat.manifest, shards=states, frozen={})
-    for shard, state in zip(three, kept.recut(3), strict=True):
+    for shard, state in zip(three, kept.recut(partition(size, 3)), strict=True):
         shard.load(state)
     for shards in (whole, three):
         apply(shards, after, None)
@@ -226,11 +257,12 @@ def test_recutting_keeps_each_workers_last_gradient_and_the_newest_version() -> 
         accounts = {0: Account(0, 10 - k, applied=10 - k), 1: Account(k, 3, applied=3)}
         states.append(ShardState(version=5 + k, tensors=tensors, accounts=accounts))
     made = Checkpoint(version=5, manifest=flat.manifest, shards=tuple(states), frozen={})
-    (one,) = made.recut(1)
+    size = flat.manifest.num_elements
+    (one,) = made.recut(partition(size, 1))
     assert one.version == 6
     assert one.accounts == {0: Account(0, 10, applied=10), 1: Account(1, 3, applied=3)}
     assert made.applied() == {0: (0, 10), 1: (1, 3)}
-    assert made.recut(2) == made.shards
+    assert made.recut(partition(size, 2)) == made.shards
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.PTH", "m.bin", "m.ckpt", "m.onnx", "m.h5"])

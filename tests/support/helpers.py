@@ -80,8 +80,9 @@ def batches_of(job: Job, rank: int) -> Iterator[Any]:
 
 
 def make_plain_optimizer(spec: Optimizer, module: nn.Module, **more: Any) -> torch.optim.Optimizer:
-    kind: type[torch.optim.Optimizer] = getattr(torch.optim, spec.kind)
-    return kind(module.parameters(), **{**spec.options, **more})
+    make: Any = spec.maker
+    made: torch.optim.Optimizer = make(module.parameters(), **{**spec.options, **more})
+    return made
 
 
 def make_discipline(name: str, workers: Iterable[int], **options: float) -> Discipline:

@@ -15,6 +15,7 @@ from coding import Largest, coded
 from rig import SECURED, TRANSPORTS, knock, open_listener
 
 from offbeat.accounts import REJECTED
+from offbeat.aliases import DTYPES
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.memory import make_memory, map_memory
 from offbeat.transport import security
@@ -398,6 +399,7 @@ def test_calls_carry_messages_and_tensors_both_ways(transport: tuple[Listener, C
     thread.join()
     (master,) = ends
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([2**40]), "c": torch.ones(0)}
+    tensors |= {str(dtype): torch.arange(3).to(dtype) for dtype in DTYPES}
     for number in range(3):
         message, doubled = master.call({"number": number}, tensors, T)
         assert message == {"got": {"number": number}}
