@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from offbeat.recipes.base import Recipe, accuracy
     from offbeat.recipes.callbacks import Callback
     from offbeat.recipes.metrics import metric
+    from offbeat.schedules import schedule
 
 _HOME = {
     "Adagrad": "optim",
@@ -65,6 +66,7 @@ _HOME = {
     "optimizer": "optim",
     "rank": "loops.distribute",
     "resume": "api",
+    "schedule": "schedules",
     "step_decay": "optim",
     "train": "api",
     "world_size": "loops.distribute",
@@ -103,6 +105,7 @@ __all__ = [
     "optimizer",
     "rank",
     "resume",
+    "schedule",
     "step_decay",
     "train",
     "world_size",

@@ -394,52 +394,112 @@ BY_NAME: dict[str, Callable[[], Optimizer]] = {
 """What `--optimizer NAME` stands for, with the learning rate it has without `--lr`."""
 
 
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, as a schedule sees it."""
+
+    total: int | None = None
+    """Updates that a shard will have seen in the end; None: not known."""
+    per_epoch: int | None = None
+    """Updates while every worker goes through its data once; None: not known."""
+    shift: int = 0
+    """Of a run that was cut into other shares on its way: how many more updates than it has it
+    would have behind it, had it been cut like this from the beginning."""
+
+    def epoch(self, version: int) -> float:
+        """How many epochs are over at this version."""
+        return max(0, version + self.shift) / self.updates_per_epoch
+
+    def version(self, epoch: float) -> float:
+        """Where so many epochs are over."""
+        return max(0, epoch * self.updates_per_epoch - self.shift)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        if self.per_epoch is None:
+            raise ConfigError(
+                "a schedule by epochs needs data whose length is known; give it in updates"
+            )
+        return self.per_epoch
+
+
+class OfRun:
+    """A schedule that is told beforehand how long the run is, and can say how it was made."""
+
+    def in_run(self, length: Length) -> Schedule:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, repr=False)
-class _Made:
-    """A schedule that can say how it was made: cosine(warmup=100)."""
+class Made(OfRun):
+    """One of those below: cosine(warmup=100)."""
 
     maker: Callable[..., Schedule]
     arguments: Mapping[str, Any]
-    factor: Schedule
+    factor: Callable[[int, Length], float]
+    length: Length | None = None
+
+    def in_run(self, length: Length) -> Schedule:
+        return dataclasses.replace(self, length=length)
 
     def __call__(self, version: int, total: int | None) -> float:
-        return self.factor(version, total)
+        return self.factor(version, self.length or Length(total))
 
     def __repr__(self) -> str:
         return as_call(self.maker, self.arguments)
 
 
 def constant() -> Schedule:
-    return _Made(constant, {}, lambda version, total: 1.0)
+    return Made(constant, {}, lambda version, length: 1.0)
 
 
-def cosine(*, warmup: float = 0, final: float = 0.0) -> Schedule:
+def cosine(
+    *, warmup: float = 0, warmup_epochs: float | None = None, final: float = 0.0
+) -> Schedule:
     """Up in a line during `warmup`, then down to `final` along half a cosine at the run's end.
 
-    `warmup` is a number of updates, or below 1 the fraction of the run.
+    `warmup` is a number of updates, or below 1 the fraction of the run; or it lasts
+    `warmup_epochs`.
     """
+    if warmup and warmup_epochs is not None:
+        raise ConfigError("warmup and warmup_epochs both say how long: give one of the two")
 
-    def factor(version: int, total: int | None) -> float:
+    def factor(version: int, length: Length) -> float:
+        total = length.total
         if total is None:
             raise ConfigError("the cosine schedule needs to know the run's length: give --steps")
         rising = warmup if warmup >= 1 else warmup * total
+        if warmup_epochs is not None:
+            rising = length.version(warmup_epochs)
         if version < rising:
             return (version + 1) / (rising + 1)
         progress = min(1.0, (version - rising) / max(1, total - rising))
         return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    return _Made(cosine, {"warmup": warmup, "final": final}, factor)
+    given = {"warmup": warmup, "warmup_epochs": warmup_epochs, "final": final}
+    return Made(cosine, given, factor)
 
 
-def step_decay(*, every: int, factor: float) -> Schedule:
-    """Multiplied by `factor` after every so many updates."""
-    given = {"every": every, "factor": factor}
-    return _Made(step_decay, given, lambda version, total: float(factor ** (version // every)))
+def step_decay(
+    *, every: int | None = None, every_epochs: float | None = None, factor: float
+) -> Schedule:
+    """Multiplied by `factor` after every so many updates, or epochs. An epoch has fewer updates in
+    sync, where a round is one: to compare disciplines, go by epochs."""
+    if (every is None) == (every_epochs is None):
+        raise ConfigError("step_decay takes every (updates) or every_epochs: give one of the two")
+
+    def decayed(version: int, length: Length) -> float:
+        if every is not None:
+            return float(factor ** (version // every))
+        return float(factor ** int(length.epoch(version) // (every_epochs or 1)))
+
+    given = {"every": every, "every_epochs": every_epochs, "factor": factor}
+    return Made(step_decay, given, decayed)
 
 
-def schedule_name(schedule: Schedule) -> str:
+def schedule_name(schedule: Any) -> str:
     """How one of these was made; a user's own by its name."""
-    if isinstance(schedule, _Made):
+    if isinstance(schedule, OfRun):
         return repr(schedule)
     return str(getattr(schedule, "__name__", type(schedule).__name__))
 

@@ -24,6 +24,7 @@ from offbeat.errors import ConfigError
 from offbeat.flat import Manifest
 from offbeat.optim import Optimizer, Schedule, constant, is_plain_sgd, with_numbers
 from offbeat.rules import Gradient, Mean, Rule
+from offbeat.schedules import Rates
 from offbeat.streams import make_mark
 
 
@@ -246,14 +247,15 @@ class Updater:
         self.shard = shard
         self.num_begun = 0
         self.num_finished = 0
-        self.stateless = shard.optimizer.is_plain_sgd and not shard.fused
+        self._rates = Rates(shard.optimizer, shard.schedule, shard.total_updates)
+        is_plain = shard.optimizer.is_plain_sgd and self._rates.only_lr
+        self.stateless = is_plain and not shard.fused
         # splitting later would give lock-free sessions different step counts
         is_whole = any(segment.spec is not None for segment in shard.segments)
         self.split = is_whole or (shared and not self.stateless) or differ(state)
         runs = [[s] for s in shard.segments] if self.split else _runs(shard.segments)
         self.aliases = [Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
-        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._group_indices = sorted({segment.group for segment in shard.segments})
         self.mark = make_mark(shard.params.device)
         """After its last update."""
@@ -307,45 +309,40 @@ class Updater:
         values: Tensor,
         mask: Sequence[bool] | None,
         version: int,
-        rates: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> None:
+        """`wanted`: the numbers of the options, as a script's own optimizer has them."""
         if mask is not None and not self.split:
             self._split()
-        if rates is None:
-            scale = self.shard.schedule(version - 1, self.shard.total_updates)
-            lrs = [base * scale for base in self._base_lrs]
-            is_plain = self.stateless
+        if wanted is None:
+            rates, is_plain = self._rates.at(version - 1), self.stateless
         else:
-            lrs = self._take_options(rates.tolist())
-            is_plain = self.stateless and is_plain_sgd(self.optimizer.param_groups)
+            rates = self._options(wanted.tolist())
+            is_plain = self.stateless and is_plain_sgd(rates)
         if is_plain and mask is None and len(self.aliases) == 1:  # the most common case
-            self.shard.params.add_(values, alpha=-lrs[0])
+            self.shard.params.add_(values, alpha=-rates[self._group_indices[0]]["lr"])
             return
         present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
         if is_plain:
-            by_group = dict(zip(self._group_indices, lrs, strict=True))
             for alias in present:
-                alias.view.add_(alias.of(values), alpha=-by_group[alias.segments[0].group])
+                lr = rates[alias.segments[0].group]["lr"]
+                alias.view.add_(alias.of(values), alpha=-lr)
             return
-        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
-            group["lr"] = lr
-        self._step_with(values, present)
-
-    def _take_options(self, rates: list[float]) -> list[float]:
-        """Those that a worker's own optimizer has at this step; returns the learning rates."""
-        numbers = iter(rates)
-        tables = [with_numbers(m.options, numbers) for m in self.shard.optimizer.members]
-        groups = self.optimizer.param_groups
-        for group, index in zip(groups, self._group_indices, strict=True):
-            group.update(tables[index])
-        return [group["lr"] for group in groups]
-
-    def _step_with(self, values: Tensor, present: Sequence[Alias]) -> None:
+        self._tell(self.optimizer, rates)
         for alias in self.aliases:
             alias.param.grad = None
         for alias in present:
             alias.param.grad = alias.of(values)
         self.optimizer.step()
+
+    def _options(self, numbers: list[float]) -> list[dict[str, Any]]:
+        """Of each group, as `numbers_of` made numbers of them."""
+        given = iter(numbers)
+        return [with_numbers(member.options, given) for member in self.shard.optimizer.members]
+
+    def _tell(self, optimizer: torch.optim.Optimizer, rates: Sequence[dict[str, Any]]) -> None:
+        for group, index in zip(optimizer.param_groups, self._group_indices, strict=True):
+            group.update(rates[index])
 
     def _merge_buffers(self, gradients: Sequence[Gradient]) -> None:
         """Float buffers become the mean of what came, integer ones the largest seen."""
@@ -415,9 +412,7 @@ class Updater:
         """For each alias, its state when it is made, were `params` the parameters."""
         aliases = [Alias(params, alias.segments) for alias in self.aliases]
         dry = self._build(aliases)
-        scale = self.shard.schedule(0, self.shard.total_updates)
-        for group in dry.param_groups:
-            group["lr"] *= scale
+        self._tell(dry, self._rates.at(0))
         begun = [Beginning(dry.state.get(alias.param, {})) for alias in aliases]
         for alias, state in zip(aliases, begun, strict=True):
             alias.param.grad = torch.zeros_like(alias.param)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -20,14 +21,35 @@ from own_optimizers import (
 )
 from torch import nn
 
-from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop, config, cosine, optimizer, step_decay
+from offbeat import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    RMSprop,
+    config,
+    cosine,
+    optimizer,
+    schedule,
+    step_decay,
+)
 from offbeat.accounts import Account
 from offbeat.errors import ConfigError
 from offbeat.flat import FlatModel
-from offbeat.optim import BY_NAME, KINDS, REFUSED, WHOLE, Optimizer, constant, named_optimizer
+from offbeat.optim import (
+    BY_NAME,
+    KINDS,
+    REFUSED,
+    WHOLE,
+    Length,
+    Optimizer,
+    constant,
+    named_optimizer,
+)
 from offbeat.probing import Reach, _try_out, reach_of
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Gradient
+from offbeat.schedules import Rates, in_run
 from offbeat.shard import Shard, Updater, partition, partition_tensors, segments_of, usable
 
 OPTIMIZERS = {
@@ -214,6 +236,67 @@ def test_the_schedule_is_a_function_of_the_version() -> None:
         updater.apply([Gradient(torch.ones(4))])
         seen.append(before - shard.params[0].item())
     assert seen == [1, 1, 0.5, 0.5, 0.25]
+
+
+def test_a_schedule_can_be_said_in_epochs() -> None:
+    decay = in_run(step_decay(every_epochs=1.5, factor=0.5), Length(60, 10))
+    assert [decay(v, None) for v in (0, 14, 15, 29, 30, 59)] == [1, 1, 0.5, 0.5, 0.25, 0.125]
+    by_epochs = in_run(cosine(warmup_epochs=2), Length(60, 10))
+    by_updates = cosine(warmup=20)
+    assert [by_epochs(v, None) for v in range(60)] == [by_updates(v, 60) for v in range(60)]
+    shifted = in_run(cosine(warmup_epochs=2), Length(60, 10, shift=10))
+    assert shifted(10, None) == 1.0 and shifted(9, None) < 1.0
+    for wrong in ({}, {"every": 1, "every_epochs": 1}):
+        with pytest.raises(ConfigError, match="give one of the two"):
+            step_decay(**wrong, factor=0.1)
+    with pytest.raises(ConfigError, match="give one of the two"):
+        cosine(warmup=3, warmup_epochs=1)
+
+
+def test_torchs_schedules_may_be_made_of_others() -> None:
+    parts = [schedule("LinearLR", total_iters=5), schedule("ExponentialLR", gamma=0.9)]
+    made = schedule("SequentialLR", schedulers=parts, milestones=[5])
+    assert str(made) == (
+        "SequentialLR(schedulers=[LinearLR(), ExponentialLR(gamma=0.9)], milestones=[5])"
+    )
+    real = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    expected = torch.optim.lr_scheduler.SequentialLR(
+        real,
+        [
+            torch.optim.lr_scheduler.LinearLR(real, total_iters=5),
+            torch.optim.lr_scheduler.ExponentialLR(real, gamma=0.9),
+        ],
+        milestones=[5],
+    )
+    rates = Rates(SGD(lr=1.0), made, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in range(12):
+            assert rates.at(version)[0]["lr"] == real.param_groups[0]["lr"]
+            assert made(version, None) == real.param_groups[0]["lr"]
+            real.step()
+            expected.step()
+    again = rates.at(3)[0]["lr"]
+    assert again == made(3, None), "an earlier version may be asked for too"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("ReduceLROnPlateau", {}, "ReduceLROnPlateau cannot be used: it goes by a score"),
+        ("LRScheduler", {}, "LRScheduler is abstract"),
+        (nn.Linear, {}, "Linear is no scheduler"),
+        ("StepLr", {"step_size": 3}, "unknown scheduler 'StepLr'; did you mean 'StepLR'"),
+        ("StepLR", {"stepsize": 3}, "StepLR has no option 'stepsize'; did you mean 'step_size'"),
+        ("StepLR", {"step_size": 3, "last_epoch": 7}, "StepLR has no option 'last_epoch'"),
+        ("StepLR", {"step_size": 3, "per": "batch"}, "per update or per epoch, not per 'batch'"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_in_a_line(
+    kind: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule(kind, **options)
 
 
 def test_cosine_warms_up_and_ends_at_its_final_value() -> None:

@@ -1,5 +1,6 @@
 """Training in one process, from the configuration to the run's folder."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -26,6 +27,7 @@ from helpers import (
 from own_optimizers import Signs, Together, Trusting
 from scripted import ScriptedServer, run_master
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, IterableDataset
 
 import offbeat
@@ -40,6 +42,7 @@ from offbeat.roles.calls import Status
 from offbeat.roles.worker import Worker
 from offbeat.run.checkpoint import load_checkpoint, newest_checkpoint
 from offbeat.run.events import EventLog, read_events
+from offbeat.run.job import make_job
 from offbeat.run.rundir import RunFolder, describe_run
 from offbeat.transport.base import ReplyHeader, WelcomeHeader
 from offbeat.transport.inproc import InprocListener, InprocNetwork
@@ -155,6 +158,81 @@ def assert_plain(result: offbeat.Result, recipe: offbeat.Recipe, steps: int) -> 
     module = job.make_model().module
     plain_loop(job, make_plain_optimizer(recipe.optimizer, module), module)
     assert_same(result.state_dict(), module.state_dict())
+
+
+SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "momentum too": (lr_scheduler.OneCycleLR, {"max_lr": [0.1, 0.2], "total_steps": 30}),
+    "up and down": (lr_scheduler.CyclicLR, {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 7}),
+    "by group": (lr_scheduler.LambdaLR, {"lr_lambda": [lambda s: 0.9**s, lambda s: 1 / (s + 1)]}),
+    "not in closed form": (lr_scheduler.CosineAnnealingLR, {"T_max": 20}),
+}
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), AdamW(lr=0.01)], ids=str)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torchs_schedules_give_the_bits_of_a_plain_loop(
+    run_dir: Path, name: str, optimizer: Optimizer
+) -> None:
+    """Also after a resume, with other servers, and where the optimizer would be plain SGD."""
+    kind, options = SCHEDULES[name]
+    spec = dataclasses.replace(optimizer, groups={"*.bias": {"weight_decay": 0.1, "lr": 0.03}})
+    recipe = toy_recipe(optimizer=spec, schedule=offbeat.schedule(kind, **options))
+    train(recipe, run_dir, workers=1, servers=1, steps=15)
+    result = offbeat.resume(run_dir, recipe, servers=2, steps=30)
+    job = toy_job(recipe, workers=1, steps=30)
+    torch.set_num_threads(1)
+    module = job.make_model().module
+    groups = [{"params": [p for p in module.parameters() if p.dim() == d]} for d in (2, 1)]
+    groups[1] |= {"weight_decay": 0.1, "lr": 0.03}
+    plain = spec.maker(groups, **spec.options)
+    scheduler = kind(plain, **options)
+    for batch in batches_of(job, 0):
+        plain.zero_grad()
+        recipe.loss(module, batch).backward()
+        plain.step()
+        scheduler.step()
+    assert_same(result.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize(("discipline", "per_epoch"), [("sync", 12), ("apply-reply", 24)])
+def test_a_schedule_by_epochs_falls_at_the_same_epoch_in_every_discipline(
+    tmp_path: Path, discipline: str, per_epoch: int
+) -> None:
+    """240 examples in batches of 10, by two workers; and where the run is cut anew on its way."""
+    decay = offbeat.step_decay(every_epochs=2, factor=0.1)
+    for schedule in (decay, offbeat.schedule("StepLR", per="epoch", step_size=2, gamma=0.1)):
+        recipe = toy_recipe(schedule=schedule, epochs=5)
+        rates = toy_job(recipe, workers=2, discipline=discipline).make_rates()
+        seen = [rates.at(version)[0]["lr"] for version in range(5 * per_epoch)]
+        halves = [0.1] * 2 * per_epoch + [0.01] * 2 * per_epoch + [0.001] * per_epoch
+        assert seen == pytest.approx(halves)
+    run_dir = tmp_path / "run"
+    train(recipe, run_dir, workers=2, discipline=discipline, epochs=1)
+    checkpoint = newest_checkpoint(run_dir / "checkpoints")
+    config = make_config({"workers": 1, "discipline": discipline, "epochs": 5})
+    rates = make_job(config, recipe, checkpoint).make_rates()
+    seen = [rates.at(per_epoch + later)[0]["lr"] for later in range(4 * 24)]
+    assert seen == pytest.approx([0.1] * 24 + [0.01] * 48 + [0.001] * 24)
+
+
+def test_a_schedule_by_epochs_needs_to_know_how_long_one_is(run_dir: Path) -> None:
+    recipe = toy_recipe(
+        data=lambda config: (Stream(), None), schedule=offbeat.step_decay(every_epochs=1, factor=1)
+    )
+    with pytest.raises(ConfigError, match="needs data whose length is known"):
+        train(recipe, run_dir, steps=3)
+
+
+def test_a_schedule_as_long_as_the_run_need_not_be_told_so(run_dir: Path) -> None:
+    recipe = toy_recipe(schedule=offbeat.schedule("OneCycleLR", max_lr=0.2))
+    job = toy_job(recipe, workers=1, steps=40)
+    assert job.make_rates().at(39)[0]["lr"] == pytest.approx(0.2 / 25 / 1e4)
+    short = toy_recipe(schedule=offbeat.schedule("OneCycleLR", max_lr=0.2, total_steps=39))
+    with pytest.raises(ConfigError, match="ends after 39 steps, the run has 40"):
+        toy_job(short, workers=1, steps=40)
+    train(recipe, run_dir, steps=5)
+    described = json.loads((run_dir / "config.json").read_text())
+    assert described["resolved"]["schedule"] == "OneCycleLR(max_lr=0.2)"
 
 
 @pytest.mark.parametrize("servers", [1, 3])

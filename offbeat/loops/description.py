@@ -88,9 +88,9 @@ def plain(value: Any) -> Any:
 
 def _name_of(kind: type[torch.optim.Optimizer]) -> str:
     """Where the servers find it: in torch, or in a module or script of the user's."""
-    if getattr(torch.optim, kind.__name__, None) is kind:
-        return kind.__name__
-    module = kind.__module__
+    name, module = kind.__name__, kind.__module__
+    if getattr(torch.optim, name, None) is kind:
+        return name
     return f"{sys.argv[0] if module == '__main__' else module}:{kind.__qualname__}"
 
 

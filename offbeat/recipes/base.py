@@ -129,8 +129,10 @@ class Recipe:
     metrics: several of them by their names, instead of `metric`; the first is what the run is
         judged by. `offbeat.metric` says of one which way it is better. The loss on the test data is
         scored too, as "loss", unless one of them is called so.
-    optimizer: what the servers make updates with, as offbeat.SGD(lr=0.1).
-    schedule: (version, expected number of updates) -> what the learning rate is multiplied by.
+    optimizer: what the servers make updates with, as offbeat.SGD(lr=0.1), or offbeat.optimizer(...)
+        for any other.
+    schedule: (version, expected number of updates) -> what the learning rate is multiplied by; or
+        offbeat.schedule(...), one of torch's.
     augment: (training batch, the generator to draw from) -> the batch to train on. On a GPU batch
         and generator are there, and so is what torch makes in this function, unless it says
         otherwise.

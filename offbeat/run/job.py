@@ -53,7 +53,7 @@ from offbeat.errors import (
     nearest,
 )
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
-from offbeat.optim import Optimizer, named_optimizer, schedule_name
+from offbeat.optim import Length, Optimizer, Schedule, named_optimizer, schedule_name
 from offbeat.plugins import Choice, find
 from offbeat.probing import Reach, reach_of
 from offbeat.randomness import make_seed
@@ -63,6 +63,7 @@ from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine, shared_gpu
 from offbeat.run.initial import Initial, fill, read_initial
+from offbeat.schedules import Rates, in_run
 from offbeat.shard import Shard, ShardState, partition, partition_tensors, segments_of
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
@@ -101,6 +102,12 @@ class Facts:
     """Of the metric; None: nobody says."""
     crews: Sequence[Sequence[int]] = ()
     """Ranks that share a process; who is in none has one alone, where workers are processes."""
+    updates_per_epoch: int | None = None
+    """How many updates each shard sees while every worker goes through its data once; None: not
+    known."""
+    epoch_shift: int = 0
+    """How many more updates than it has a resumed run would have behind it, had it always been cut
+    into shares as it is now."""
     whole_tensors: bool = False
     """Slices are cut between tensors, and the optimizer sees each tensor whole."""
 
@@ -259,7 +266,7 @@ class Job:
             torch.zeros(hi - lo, device=layout.device),
             segments_of(self.manifest, self.optimizer, lo, hi, whole=self.facts.whole_tensors),
             self.optimizer,
-            schedule=self.recipe.schedule,
+            schedule=self.schedule,
             total_updates=self.facts.total_updates,
             ema_decay=self.recipe.ema,
             rule=self.make_rule(),
@@ -268,6 +275,17 @@ class Job:
             ints=torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
             clip=self._make_clip() if self.config.merges else None,
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The recipe's, in a run as long as this one."""
+        facts = self.facts
+        length = Length(facts.total_updates, facts.updates_per_epoch, facts.epoch_shift)
+        return in_run(self.recipe.schedule, length)
+
+    def make_rates(self) -> Rates:
+        """What an update is made with."""
+        return Rates(self.optimizer, self.schedule, self.facts.total_updates)
 
     def initial_state(self, index: int, model: FlatModel) -> ShardState:
         """Shard `index` as it is before the first update, cut out of `model`."""
@@ -552,14 +570,26 @@ def make_job(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
             "(--engine inproc) and compute on one GPU, one each"
         )
-    total = job.total_updates_after(checkpoint)
+    job = dataclasses.replace(job, facts=_with_length(job, checkpoint))
     # a schedule that needs a length, or takes other arguments, says so now
-    _from_recipe("schedule", lambda: float(recipe.schedule(0, total)))
+    _from_recipe("schedule", lambda: float(job.make_rates().at(0)[0]["lr"]))
     if config.eval_every is None:
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
     _check_judging(config, recipe, facts)
+    return dataclasses.replace(job, config=config)
+
+
+def _with_length(job: Job, checkpoint: Checkpoint | None) -> Facts:
+    """The job's facts, with the run's length in updates."""
+    total, planned = job.total_updates_after(checkpoint), job.total_updates_after(None)
+    steps = [job.steps_per_epoch(rank) for rank in range(job.config.workers)]
+    known = [n for n in steps if n is not None]
+    count = sum if job.facts.elastic else job.make_discipline().num_updates
     return dataclasses.replace(
-        job, config=config, facts=dataclasses.replace(job.facts, total_updates=total)
+        job.facts,
+        total_updates=total,
+        updates_per_epoch=count(known) if len(known) == len(steps) else None,
+        epoch_shift=0 if total is None or planned is None else planned - total,
     )
 
 

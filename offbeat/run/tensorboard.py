@@ -224,6 +224,7 @@ class Summaries:
         self._newest: tuple[float, int, list[int]] | None = None
         """When the servers were looked at last, their version, and the staleness they saw."""
         self._shown: tuple[float, int] | None = None
+        self._rates = job.make_rates()
 
     def of_steps(self) -> StepSummaries | None:
         return StepSummaries(self.job, self._file) if self._is_on else None
@@ -268,4 +269,4 @@ class Summaries:
         last update it is that one's: a schedule need not have an answer beyond."""
         total = self.job.facts.total_updates
         version = version if total is None else max(0, min(version, total - 1))
-        return float(self.job.optimizer.options["lr"] * self.job.recipe.schedule(version, total))
+        return float(self._rates.at(version)[0]["lr"])

@@ -179,7 +179,8 @@ def test_a_worker_that_dies_goes_on_where_it_was(
 def test_a_script_that_keeps_nothing_goes_through_its_loop_again(
     tmp_path: Path, forks: ForkServer | None
 ) -> None:
-    result = run(tmp_path, WITH_A_CLOSURE, "x.pt", workers=2, kill_worker="1@6", forks=forks)
+    out = str(tmp_path / "x.pt")
+    result = run(tmp_path, WITH_A_CLOSURE, out, workers=2, kill_worker="1@6", forks=forks)
     (shard,) = result.summary["kept"]
     assert shard["applied"] == shard["gradients"] == 20
 
