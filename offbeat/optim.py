@@ -96,6 +96,11 @@ class Optimizer:
             for group in ({}, *self.groups.values())
         ]
 
+    @property
+    def classes(self) -> str:
+        """In a word, whose state is kept."""
+        return " ".join(dict.fromkeys(member.maker.__qualname__ for member in self.members))
+
     def _check_options(self, options: Mapping[str, Any], where: str) -> None:
         """torch takes any name in a parameter group, and does nothing with those it does not
         know."""

@@ -160,6 +160,25 @@ def assert_plain(result: offbeat.Result, recipe: offbeat.Recipe, steps: int) -> 
     assert_same(result.state_dict(), module.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["adam", "Adafactor"])
+def test_another_optimizer_begins_anew_when_a_run_is_resumed(run_dir: Path, kind: str) -> None:
+    """Its state, not the parameters; and with its own it goes on."""
+    recipe = toy_recipe()
+    train(recipe, run_dir, workers=1, steps=15, optimizer="momentum")
+    offbeat.resume(run_dir, recipe, steps=16, optimizer=kind)
+    result = offbeat.resume(run_dir, recipe, steps=30)
+    job = toy_job(recipe, workers=1, steps=30, optimizer=kind)
+    torch.set_num_threads(1)
+    module = job.make_model().module
+    momentum = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    after = make_plain_optimizer(job.optimizer, module)
+    for step, batch in enumerate(batches_of(job, 0)):
+        module.zero_grad()
+        recipe.loss(module, batch).backward()
+        (momentum if step < 15 else after).step()
+    assert_same(result.state_dict(), module.state_dict())
+
+
 SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum too": (lr_scheduler.OneCycleLR, {"max_lr": [0.1, 0.2], "total_steps": 30}),
     "up and down": (lr_scheduler.CyclicLR, {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 7}),

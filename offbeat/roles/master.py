@@ -371,7 +371,8 @@ class Master:
         if not list_checkpoints(self._folder.checkpoints):
             return self._initial[index]
         checkpoint = newest_checkpoint(self._folder.checkpoints)
-        state = checkpoint.recut(self.job.slices)[index]
+        fitting = checkpoint.for_optimizer(self.job.optimizer.classes)
+        state = fitting.recut(self.job.slices)[index]
         starts = self.job.starts(checkpoint)
         self.log.info("server %d gets version %d back", index, state.version)
         if starts is None:
@@ -423,6 +424,7 @@ class Master:
             shards=tuple(snapshots),
             frozen=self._frozen,
             plan=self.job.plan,
+            optimizer=self.job.optimizer.classes,
         )
         path = save_checkpoint(self._folder.checkpoints, checkpoint)
         prune_checkpoints(self._folder.checkpoints, self.job.config.keep)

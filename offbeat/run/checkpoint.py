@@ -5,6 +5,7 @@ renamed. Every file's SHA-256 stands in manifest.json, whose own stands in manif
 believes nothing else.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -21,7 +22,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from offbeat.accounts import Accounts, accounts_from, accounts_to_json, joined
-from offbeat.aliases import is_per_segment, modernised, owner_of, progress
+from offbeat.aliases import PREFIX, is_per_segment, modernised, owner_of, progress
 from offbeat.errors import CheckpointError
 from offbeat.flat import Manifest
 from offbeat.shard import ShardState, tensors_in
@@ -40,6 +41,8 @@ class Checkpoint:
     frozen: dict[str, Tensor]
     plan: dict[str, Any] = field(default_factory=dict)
     """How the work was cut into shares: what a run that goes on from here compares with its own."""
+    optimizer: str | None = None
+    """Whose state it holds, by the names of its classes; None: not known."""
 
     @property
     def has_ema(self) -> bool:
@@ -88,6 +91,19 @@ class Checkpoint:
                 )
             )
         return tuple(shards)
+
+    def for_optimizer(self, name: str) -> "Checkpoint":
+        """The same for this optimizer, which begins anew where another one's state is held."""
+        if self.optimizer in (None, name):
+            return self
+        shards = [
+            dataclasses.replace(
+                shard,
+                tensors={k: v for k, v in shard.tensors.items() if not k.startswith(PREFIX)},
+            )
+            for shard in self.shards
+        ]
+        return dataclasses.replace(self, shards=tuple(shards))
 
     @property
     def slices(self) -> list[tuple[int, int]]:
@@ -184,6 +200,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         shards=shards,
         frozen=contents.get("frozen.safetensors", {}),
         plan=described["plan"],
+        optimizer=described.get("optimizer"),
     )
 
 
@@ -237,6 +254,7 @@ def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, A
             for s in checkpoint.shards
         ],
         "plan": checkpoint.plan,
+        "optimizer": checkpoint.optimizer,
         "files": dict(digests),
         "manifest": checkpoint.manifest.to_json(),
     }
