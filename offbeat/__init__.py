@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
-    from offbeat.loops.distribute import distribute, is_master, log, rank, world_size
+    from offbeat.loops.distribute import distribute, log
     from offbeat.loops.sampler import Sampler
     from offbeat.loops.state import State
     from offbeat.optim import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         optimizer,
         step_decay,
     )
+    from offbeat.place import is_master, rank, world_size
     from offbeat.recipes.base import Recipe, accuracy
     from offbeat.recipes.callbacks import Callback
     from offbeat.recipes.metrics import metric
@@ -58,13 +59,13 @@ _HOME = {
     "distribute": "loops.distribute",
     "evaluate": "api",
     "export": "api",
-    "is_master": "loops.distribute",
+    "is_master": "place",
     "load": "api",
     "load_dataset": "data.datasets",
     "log": "loops.distribute",
     "metric": "recipes.metrics",
     "optimizer": "optim",
-    "rank": "loops.distribute",
+    "rank": "place",
     "resume": "api",
     "schedule": "schedules",
     "step_decay": "optim",

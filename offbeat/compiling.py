@@ -36,12 +36,12 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class Compiled:
-    """Of one worker; one thread uses it. `batch_size`: examples of a whole batch on one device;
-    `tell` is told where compiling fails."""
+    """Of one worker; one thread uses it. `batch_size`: examples of a whole batch on one device,
+    None: as many as the first one has; `tell` is told where compiling fails."""
 
     def __init__(
         self,
-        batch_size: int,
+        batch_size: int | None,
         tell: Callable[[str], None],
         make: Callable[[Loss], Loss] = lambda loss: torch.compile(loss, options=OPTIONS),
     ) -> None:
@@ -58,6 +58,7 @@ class Compiled:
     ) -> T:
         """What `step` comes to, with the compiled loss where that can be. `undo` takes back what a
         step that failed has left."""
+        self._batch_size = self._batch_size or batch_length(part)
         if self._is_given_up or batch_length(part) != self._batch_size:
             return step(loss)
         device = next(leaves(part)).device

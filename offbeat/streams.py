@@ -16,7 +16,7 @@ On the CPU everything is done when it is told, and none of this is needed.
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -137,13 +137,15 @@ def make_mark(device: torch.device) -> Mark:
     return CudaMark() if device.type == "cuda" else NO_MARK
 
 
-def in_this_stream(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
+def in_this_stream(
+    items: Generator[Item, None, None], device: torch.device
+) -> Generator[Item, None, None]:
     """The same, made in the stream that this thread has now, by whichever thread asks for them."""
     if device.type != "cuda":
         return items
     stream = torch.cuda.current_stream(device)
 
-    def made() -> Iterator[Item]:
+    def made() -> Generator[Item, None, None]:
         with _within(stream):
             yield from items
 

@@ -26,7 +26,10 @@ LAYERS = [
         *("accumulation", "aliases", "clipping", "flat", "layers", "memory", "optim", "probing"),
         *("randomness", "reading", "rules", "schedules", "shard", "streams"),
     ],
-    ["accounts", "config", "disciplines", "errors", "importing", "ledger", "plugins", "version"],
+    [
+        *("accounts", "config", "disciplines", "errors", "importing", "ledger", "place"),
+        *("plugins", "version"),
+    ],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 """Of the folders and modules right below the package."""

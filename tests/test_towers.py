@@ -314,7 +314,7 @@ def test_batches_that_nobody_wants_any_more_end_their_thread() -> None:
 
     ahead = prepared_ahead(items(), 2)
     assert [next(ahead) for _ in range(3)] == [0, 1, 2]
-    ahead.close()  # type: ignore[attr-defined]
+    ahead.close()
     assert not [t for t in threading.enumerate() if t.name == "batches"]
 
 

@@ -1,33 +1,40 @@
 """Each worker's share of the training data, cut into batches; and the test data, in order.
 
-Data is a tensor, a tuple or dict of tensors of one length, a map-style Dataset (with a length) or
-an iterable one (without). Shares are disjoint and cover everything, or each is the whole set. A
-worker goes through its share in a new order every epoch, which depends on nothing but the run's
-seed, the worker's rank and the epoch.
+Data is a tensor, a tuple or dict of tensors of one length, a map-style Dataset (with a length), an
+iterable one (without), or a DataLoader (loaders.py); sources.py tells which. Shares are disjoint
+and cover everything, or each is the whole set. A worker goes through its share in a new order every
+epoch, which depends on nothing but the run's seed, the worker's rank and the epoch.
 """
 
 import itertools
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from offbeat.errors import DataError
+from offbeat.place import Place, placed
 from offbeat.randomness import make_generator
 
 WAKE_S = 0.2
 """A thread that prepares batches looks this often whether anybody still wants them."""
 
+READERS_REMEDY = (
+    "iterable dataset does not ask for offbeat.rank() and offbeat.world_size() before its first "
+    "example, by which it could read its own part alone"
+)
+
 Batch = Any
 Item = TypeVar("Item")
 TensorData = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,11 @@ class Share:
     def part(self) -> slice:
         return slice(self.rank, None, self.num_shares) if self.disjoint else slice(None)
 
+    def place(self, asked: Callable[[], None]) -> Place:
+        """Who reads it; one who joined reads what one of the others does."""
+        rank = self.rank % self.num_shares
+        return Place(rank=rank, world_size=self.num_shares, asked=asked)
+
     def num_batches(self, num_examples: int) -> int:
         return -(-len(range(num_examples)[self.part]) // self.batch_size)
 
@@ -59,11 +71,26 @@ class StepBatch:
     ends_step: bool
 
 
+def own_order(share: Share, epoch: int, num_examples: int) -> Tensor:
+    """The numbers of a share's examples, as they are gone through in this epoch."""
+    shuffled = make_generator(share.seed, "shares")
+    part = torch.randperm(num_examples, generator=shuffled)[share.part]
+    own = make_generator(share.seed, "order", share.rank, epoch)
+    return part[torch.randperm(len(part), generator=own)]
+
+
 class Source(ABC):
     """Where examples come from; one per dataset, used by all workers of a process."""
 
     num_examples: int | None
     """None: not known before the end is reached."""
+
+    batch_size: int | None = None
+    """What it suggests, where somebody who made it had one in mind."""
+
+    own_batches: str | None = None
+    """What decides on its batches, so that nobody else can say how large they are; a step has one
+    of them then, and so has a share's batch size of 1."""
 
     device = torch.device("cpu")
     """Where batches are made."""
@@ -71,6 +98,20 @@ class Source(ABC):
     def train(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
         """One pass of a worker over its share, beginning with batch number `first`."""
         return map(self.finished, self.drafts(share, epoch, first))
+
+    def num_batches(self, share: Share) -> int | None:
+        """How many there are in a pass over this share; None: not known beforehand."""
+        return None
+
+    def find(self, share: Share, start: int) -> tuple[int, int, int]:
+        """Step, epoch and batch to begin at in order to go on with step `start`; of a stream what
+        was seen before is gone through."""
+        return 0, 0, 0
+
+    def opened(self, tell: Tell) -> AbstractContextManager["Source"]:
+        """For one worker, who goes through it and then lets go of what that takes; `tell` is told
+        of what is slower than it might be."""
+        return nullcontext(self)
 
     @abstractmethod
     def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Any]:
@@ -91,8 +132,12 @@ class Source(ABC):
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """One pass over everything, each example once."""
 
+    def first(self, count: int) -> Batch | None:
+        """A batch of the first few, to be looked at; None: there is nothing."""
+        return next(self.in_order(count), None)
 
-class _Indexed(Source):
+
+class Indexed(Source):
     """Data whose examples can be asked for by number."""
 
     num_examples: int
@@ -104,12 +149,14 @@ class _Indexed(Source):
     def finished(self, draft: Tensor) -> Batch:
         return self.gather(draft)
 
+    def num_batches(self, share: Share) -> int:
+        return share.num_batches(self.num_examples)
+
+    def find(self, share: Share, start: int) -> tuple[int, int, int]:
+        return start, *divmod(start, self.num_batches(share))
+
     def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Tensor]:
-        shuffled = make_generator(share.seed, "shares")
-        part = torch.randperm(self.num_examples, generator=shuffled)[share.part]
-        own = make_generator(share.seed, "order", share.rank, epoch)
-        order = torch.randperm(len(part), generator=own)
-        mine = part[order].to(self.device)
+        mine = own_order(share, epoch, self.num_examples).to(self.device)
         yield from torch.split(mine, share.batch_size)[first:]
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
@@ -117,7 +164,7 @@ class _Indexed(Source):
             yield self.gather(indices)
 
 
-class Tensors(_Indexed):
+class Tensors(Indexed):
     """Tensors of one length, by themselves or as the leaves of a tuple or dict."""
 
     def __init__(self, tensors: TensorData) -> None:
@@ -157,7 +204,7 @@ class Tensors(_Indexed):
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 
-class _MapStyle(_Indexed):
+class MapStyle(Indexed):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.num_examples = len(dataset)
@@ -166,48 +213,69 @@ class _MapStyle(_Indexed):
         return default_collate([self._dataset[i] for i in indices.tolist()])
 
 
-class _IterableStyle(Source):
+class Asked:
+    """Whether a dataset wanted to know which worker reads it; also one in another process, once
+    `share` was called."""
+
+    def __init__(self) -> None:
+        self._flag = torch.zeros(1, dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        self._flag[0] = 1
+
+    def __bool__(self) -> bool:
+        return bool(self._flag[0])
+
+    def share(self) -> None:
+        self._flag.share_memory_()  # type: ignore[no-untyped-call]
+
+
+def own_part(items: Iterator[Item], share: Share, asked: Asked, tell: Tell) -> Iterator[Item]:
+    """A share's part of a stream. A dataset that has asked who reads it before its first item comes
+    has cut itself, and gives nothing else."""
+    begun = list(itertools.islice(items, 1))
+    items = itertools.chain(begun, items)
+    if asked:
+        return items
+    if share.disjoint and share.num_shares > 1:
+        tell(
+            f"every worker reads all of the training data and leaves out what is not its own, "
+            f"since the {READERS_REMEDY}"
+        )
+    return itertools.islice(items, share.part.start, share.part.stop, share.part.step)
+
+
+class IterableStyle(Source):
     num_examples = None
 
-    def __init__(self, dataset: Iterable[Any]) -> None:
+    def __init__(self, dataset: Iterable[Any], tell: Tell = lambda line: None) -> None:
         self._dataset = dataset
+        self._tell = tell
+
+    def opened(self, tell: Tell) -> AbstractContextManager[Source]:
+        return nullcontext(IterableStyle(self._dataset, only_once(tell)))
 
     def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Streams cannot be shuffled: without disjoint shares every worker sees the same order."""
-        part = share.part
-        examples = itertools.islice(self._dataset, part.start, part.stop, part.step)
-        return _batched(
-            itertools.islice(examples, first * share.batch_size, None), share.batch_size
-        )
+        asked = Asked()
+        examples = placed(_begun(self._dataset), share.place(asked))
+        mine = own_part(examples, share, asked, self._tell)
+        return _batched(itertools.islice(mine, first * share.batch_size, None), share.batch_size)
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
-        return _batched(self._dataset, batch_size)
+        return _batched(placed(_begun(self._dataset), Place()), batch_size)
 
 
-def make_source(data: Any, what: str) -> Source:
-    """`data` in whichever of the known forms it has; `what` names it in an error."""
-    if isinstance(data, Source):
-        return data
-    tensors = _as_tensors(data, what)
-    if tensors is not None:
-        return _checked(Tensors(tensors), what)
-    if isinstance(data, DataLoader):
-        raise DataError(f"the {what} data is a DataLoader; give its dataset: batches are made here")
-    if isinstance(data, Iterator):
-        raise DataError(
-            f"the {what} data is an iterator, which can be gone through only once; make it an "
-            f"IterableDataset, whose __iter__ begins anew"
-        )
-    if isinstance(data, IterableDataset):
-        return _IterableStyle(data)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
-        return _checked(_MapStyle(data), what)
-    if isinstance(data, Iterable) and not isinstance(data, Mapping):
-        return _IterableStyle(data)
-    raise DataError(
-        f"the {what} data is a {type(data).__name__}; it must be a tensor, a tuple or dict of "
-        f"tensors, or a map-style or iterable Dataset"
-    )
+def only_once(tell: Tell) -> Tell:
+    """Each line no more than once, though every epoch has it to tell."""
+    told: set[str] = set()
+
+    def tell_once(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            tell(line)
+
+    return tell_once
 
 
 def batch_length(batch: Batch) -> int:
@@ -251,8 +319,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return map_tensors(batch, move)
 
 
-def prepared_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
-    """The same, made by a thread of its own that is up to `count` of them ahead."""
+def prepared_ahead(items: Generator[Item, None, None], count: int) -> Generator[Item, None, None]:
+    """The same, made by a thread of its own that is up to `count` of them ahead, and closes
+    `items`."""
     ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
     over = threading.Event()
 
@@ -273,6 +342,8 @@ def prepared_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
             put(None, StopIteration())
         except BaseException as error:
             put(None, error)
+        finally:
+            items.close()
 
     thread = threading.Thread(target=prepare, name="batches", daemon=True)
     thread.start()
@@ -316,31 +387,9 @@ def leaves(batch: Batch) -> Iterator[Tensor]:
             yield from leaves(value)
 
 
-def _as_tensors(data: Any, what: str) -> TensorData | None:
-    """`data` as tensors of one length, if that is what it is; NumPy arrays will do."""
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, tuple | list):
-        parts = list(data)
-    else:
-        parts = list(data.values()) if isinstance(data, dict) else [data]
-    if not parts or not all(isinstance(part, Tensor | np.ndarray) for part in parts):
-        return None
-    found = [torch.as_tensor(part) for part in parts]
-    if any(tensor.dim() == 0 for tensor in found):
-        raise DataError(f"a tensor of the {what} data has no dimension to take examples from")
-    if len({len(tensor) for tensor in found}) > 1:
-        lengths = [len(tensor) for tensor in found]
-        raise DataError(f"the {what} tensors have different lengths: {lengths}")
-    if isinstance(data, dict):
-        return dict(zip(data, found, strict=True))
-    return tuple(found) if isinstance(data, tuple | list) else found[0]
-
-
-def _checked(source: _Indexed, what: str) -> _Indexed:
-    if not source.num_examples:
-        raise DataError(f"the {what} data is empty")
-    return source
+def _begun(examples: Iterable[Item]) -> Iterator[Item]:
+    """Begin no sooner than the first is asked for, by whoever asks for it then."""
+    yield from examples
 
 
 def _batched(examples: Iterable[Any], batch_size: int) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigError, ModelError
-from offbeat.loops import place
+from offbeat.loops import seat
 from offbeat.loops.loop import Loop
 
 
@@ -26,7 +26,7 @@ def distribute(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opti
     The model has rank 0's weights from here on, or those of the checkpoint that the run goes on
     from. One model and one optimizer in a script; parameters are the model's own.
     """
-    here = place.here
+    here = seat.taken
     if here is None:
         return optimizer
     if here.loop is not None:
@@ -42,24 +42,9 @@ def distribute(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opti
     return optimizer
 
 
-def rank() -> int:
-    """Which worker this is; 0 outside of a run."""
-    return 0 if place.here is None else place.here.rank
-
-
-def world_size() -> int:
-    """How many workers there are; 1 outside of a run."""
-    return 1 if place.here is None else place.here.config.workers
-
-
-def is_master() -> bool:
-    """Whether this is rank 0, whose output is shown."""
-    return rank() == 0
-
-
 def log(**values: float) -> None:
     """Tell the run what only the script knows. `loss`: that of the step that comes next."""
-    here = place.here
+    here = seat.taken
     unknown = sorted(values.keys() - {"loss"})
     if unknown:
         raise ConfigError(f"offbeat.log takes loss, not {', '.join(unknown)}")

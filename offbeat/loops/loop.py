@@ -19,7 +19,7 @@ from offbeat.errors import ConnectionClosedError, ModelError
 from offbeat.flat import FlatModel
 from offbeat.loops.description import Description, describe_loop, option_names, plain
 from offbeat.loops.job import make_loop_job
-from offbeat.loops.place import Place
+from offbeat.loops.seat import Seat
 from offbeat.optim import numbers_of
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.exchange import Exchange
@@ -39,15 +39,15 @@ class Loop:
     """One thread uses it: the script's."""
 
     def __init__(
-        self, place: Place, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, seat: Seat, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._place = place
+        self._seat = seat
         self._optimizer = optimizer
         description = describe_loop(model, optimizer)
         groups = optimizer.param_groups
         self._options = [name for name in option_names(optimizer) if name in groups[0]]
         self._agree(description)
-        self._job = make_loop_job(place.config, description)
+        self._job = make_loop_job(seat.config, description)
         flat = FlatModel(model, description.manifest)
         flat.keeps_gradients = True
         self._trained = [
@@ -55,11 +55,11 @@ class Loop:
         ]
         self._towers = Towers([flat], [_device_of(model)])
         self._failures: list[Exception] = []
-        self._books = self._make_books(flat) if place.rank == 0 else None
-        self._stop = self._books.closed if self._books else place.control.stop
-        self._events = place.records.events(role_name("worker", place.rank))
+        self._books = self._make_books(flat) if seat.rank == 0 else None
+        self._stop = self._books.closed if self._books else seat.control.stop
+        self._events = seat.records.events(role_name("worker", seat.rank))
         self._faults = make_faults(
-            place.config, place.rank, place.incarnation, clock=place.clock, stop=self._stop
+            seat.config, seat.rank, seat.incarnation, clock=seat.clock, stop=self._stop
         )
         self.step_number = 0
         self.num_steps = 0
@@ -68,28 +68,28 @@ class Loop:
         self.loss = math.nan
         self._exchange = Exchange(
             self._job,
-            place.rank,
+            seat.rank,
             self._towers,
-            ClusterNetwork(place.folder),
+            ClusterNetwork(seat.folder),
             events=self._events,
-            log=place.log,
-            clock=place.clock,
+            log=seat.log,
+            clock=seat.clock,
             stop=self._stop,
-            incarnation=place.incarnation,
+            incarnation=seat.incarnation,
         )
         self._open = contextlib.ExitStack()
         self.num_known = 0
         self._since_s = 0.0
 
     def _make_books(self, model: FlatModel) -> Books:
-        place = self._place
+        seat = self._seat
         context = Context(
             job=self._job,
-            records=place.records,
-            clock=place.clock,
-            stop=place.control.stop,
-            network=ClusterNetwork(place.folder),
-            folder=place.folder,
+            records=seat.records,
+            clock=seat.clock,
+            stop=seat.control.stop,
+            network=ClusterNetwork(seat.folder),
+            folder=seat.folder,
         )
         return Books(context, model, threading.Event(), self._failures.append)
 
@@ -106,7 +106,7 @@ class Loop:
             self._open.enter_context(self._exchange)
             self.num_known = self._exchange.join()
             self._take_in()
-        self._since_s = self._place.clock()
+        self._since_s = self._seat.clock()
 
     def step(self) -> None:
         """Push what is in the parameters' gradients, and have the parameters show the reply."""
@@ -117,7 +117,7 @@ class Loop:
         present = self._take_gradient()
         _, is_usable = self._towers.wait()
         self._faults.computed(self._since_s, 0.0)
-        pushed_s = self._place.clock()
+        pushed_s = self._seat.clock()
         with self._ends():
             self._exchange.push(self.step_number, present, void=not is_usable)
             outcome = self._exchange.await_all()
@@ -133,11 +133,11 @@ class Loop:
         except ConnectionClosedError as error:
             if not error.over and not self._stop.is_set():
                 raise
-            self._place.log.info("%s", error)
+            self._seat.log.info("%s", error)
 
     def close(self) -> None:
         """Leave; rank 0 stays until the books are closed."""
-        self._place.log.info("left after %d steps", self.step_number)
+        self._seat.log.info("left after %d steps", self.step_number)
         self._open.close()
         if self._books is not None:
             self._books.join()
@@ -177,28 +177,28 @@ class Loop:
     def _take_in(self) -> None:
         moved = self._towers.refresh()
         if moved and self.num_steps:
-            self._place.log.warning("put back into place: %s", ", ".join(moved))
+            self._seat.log.warning("put back into place: %s", ", ".join(moved))
         self._towers.read_buffers(*self._exchange.buffers)
 
     def _write_down(self, outcome: str, pushed_s: float) -> None:
-        now_s = self._place.clock()
+        now_s = self._seat.clock()
         self.loss, self.next_loss = self.next_loss, math.nan
         self.num_steps += 1
         parts = (self._since_s, pushed_s - self._since_s, now_s - pushed_s)
         self._events.record_line(
-            _step_line, self._place.rank, self.step_number, self.loss, outcome, *parts
+            _step_line, self._seat.rank, self.step_number, self.loss, outcome, *parts
         )
         self._since_s = now_s
 
     def _agree(self, mine: Description) -> None:
         """With the other ranks and the servers about what is trained: as rank 0 says. Who disagrees
         is refused by the first server that it asks."""
-        folder, rank = self._place.folder, self._place.rank
+        folder, rank = self._seat.folder, self._seat.rank
         if rank == 0:
             mine.write(folder)
         else:
             with self._ends():
-                Description.wait_for(folder, self._place.control.stop)
+                Description.wait_for(folder, self._seat.control.stop)
 
     @contextlib.contextmanager
     def _ends(self) -> Iterator[None]:
@@ -208,11 +208,11 @@ class Loop:
         except ConnectionClosedError as error:
             if not error.over and not self._stop_is_set():
                 raise
-            self._place.log.info("%s", error)
+            self._seat.log.info("%s", error)
             raise StoppedError(0) from error
 
     def _stop_is_set(self) -> bool:
-        return self._place.control.stop.is_set() or self._stop.is_set()
+        return self._seat.control.stop.is_set() or self._stop.is_set()
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

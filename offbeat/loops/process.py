@@ -17,10 +17,11 @@ import torch
 
 from offbeat.config import TrainConfig
 from offbeat.errors import RecipeError, StepError
-from offbeat.loops import place
+from offbeat.loops import seat
 from offbeat.loops.description import Description
 from offbeat.loops.job import make_loop_job
 from offbeat.loops.loop import StoppedError
+from offbeat.place import Place, settle
 from offbeat.roles.context import FolderRecords
 from offbeat.roles.control import Control
 from offbeat.roles.process import logged, run_in_folder
@@ -55,7 +56,8 @@ def _run_script(
     control.flush = records.flush
     log.info("process %d is %s", os.getpid(), name)
     torch.set_num_threads(config.threads or max(1, num_cores() // config.workers))
-    place.here = place.Place(
+    settle(Place(rank=rank, world_size=config.workers))
+    seat.taken = seat.Seat(
         config=config,
         folder=folder,
         rank=rank,
@@ -66,12 +68,12 @@ def _run_script(
         log=log,
     )
     try:
-        _run_to_its_end(place.here, script)
+        _run_to_its_end(seat.taken, script)
     finally:
         records.close()
 
 
-def _run_to_its_end(here: place.Place, script: Mapping[str, Any]) -> None:
+def _run_to_its_end(here: seat.Seat, script: Mapping[str, Any]) -> None:
     try:
         _execute(script)
     except StoppedError:
@@ -95,7 +97,7 @@ def _run_to_its_end(here: place.Place, script: Mapping[str, Any]) -> None:
         _leave(here)
 
 
-def _leave(here: place.Place) -> None:
+def _leave(here: seat.Seat) -> None:
     if here.loop is not None:
         here.loop.close()
 

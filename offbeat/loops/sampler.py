@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler as TorchSampler
 
-from offbeat.loops.distribute import rank, world_size
+from offbeat.place import rank, world_size
 from offbeat.randomness import make_generator
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offbeat.errors import ConfigError, ModelError
-from offbeat.loops import place
+from offbeat.loops import seat
 from offbeat.run.rundir import role_name
 
 NUM_KEPT = 100
@@ -31,7 +31,7 @@ class State:
     def __init__(self, **values: Any) -> None:
         """`values`: what they are in the beginning."""
         self._values = dict(values)
-        here = place.here
+        here = seat.taken
         self._folder: Path | None = None
         if here is None:
             return
@@ -61,8 +61,8 @@ class State:
         self._values |= changes
         if self._folder is None:
             return
-        assert place.here is not None and place.here.loop is not None
-        _write(self._folder, place.here.loop.step_number, self._values)
+        assert seat.taken is not None and seat.taken.loop is not None
+        _write(self._folder, seat.taken.loop.step_number, self._values)
         for step in sorted(_steps(self._folder))[:-NUM_KEPT]:
             for path in _paths(self._folder, step):
                 path.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ over. Rank 0 is the master's worker, and does nothing else than the others here.
 engine, as `offbeat role worker --index 1 --run-dir RUN` or as a thread.
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -147,6 +148,10 @@ class Worker:
         self.towers.train()
         device = self.towers.first_device
         batches = self.job.step_batches(self.rank, self.step - 1, device, self.log.warning)
+        with contextlib.closing(batches):
+            return self._train_on(batches)
+
+    def _train_on(self, batches: Iterator[StepBatch]) -> bool:
         self._take_in()
         is_told = self.towers.is_told
         upcoming = next(batches, None)
@@ -254,7 +259,7 @@ class Worker:
 
     def _made_again(self) -> Iterator[Batch] | None:
         """The batches of this step, where data can be gone through twice."""
-        if self.job.facts.num_examples is None:
+        if self.job.facts.num_batches is None:
             return None
         device = self.towers.first_device
         return _of_one_step(self.job.step_batches(self.rank, self.step - 1, device))

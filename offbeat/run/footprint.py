@@ -120,7 +120,7 @@ def remedies(job: Job, device: torch.device) -> list[str]:
     """Those that are left; the first is the one that helps most often."""
     config = job.config
     found = {
-        f"a smaller --batch-size than {config.batch_size}": True,
+        f"a smaller --batch-size than {config.batch_size}": config.batch_size is not None,
         "--data-device cpu": config.data_device == AUTO,
         "--server-device cpu": job.server_device == device,
         "--capture off": config.capture == AUTO,

@@ -5,13 +5,14 @@ Making one touches no file of the run, so whatever is wrong with a configuration
 anything is left behind.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ from offbeat.data.batches import (
     Source,
     StepBatch,
     grouped,
-    make_source,
     prepared_ahead,
     to_device,
 )
+from offbeat.data.sources import make_source
 from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.errors import (
     CheckpointError,
@@ -85,6 +86,8 @@ class Facts:
 
     num_examples: int | None
     """None: not known before the end of the data is reached."""
+    num_batches: Sequence[int] | None = None
+    """Each worker's in an epoch; None: not known either."""
     has_test: bool
     total_updates: int | None
     """How many updates each shard will have seen if nobody drops out; None: not known."""
@@ -160,14 +163,19 @@ class Job:
 
     @property
     def step_size(self) -> int:
-        """How many examples one gradient is computed on, by all towers of a worker."""
-        return self._batch_size * self.config.num_towers * self.config.accumulate
+        """How many examples one gradient is computed on, by all towers of a worker; where the data
+        comes in batches of its own, how many of those."""
+        return self._drawn * self.config.accumulate
 
     @property
-    def _batch_size(self) -> int:
-        """Of one tower."""
-        assert self.config.batch_size is not None
-        return self.config.batch_size
+    def _drawn(self) -> int:
+        """How many examples a worker draws at a time."""
+        return (self.config.batch_size or 1) * (self.config.num_towers if self._is_cut else 1)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Into batches, here."""
+        return self.config.batch_size is not None
 
     def make_model(self) -> FlatModel:
         """A replica with the run's initial weights. Seeds torch's own generator for a moment."""
@@ -212,7 +220,7 @@ class Job:
             amp=self.amp is not None,
             make_recorder=make_recorder if self.config.capture == AUTO else lambda device: None,
             tell=tell,
-            compiled=Compiled(self._batch_size, tell) if self.config.compile else None,
+            compiled=Compiled(self.config.batch_size, tell) if self.config.compile else None,
             slot_device=self.server_device,
             clip=None if self.config.merges else self._make_clip(),
             accumulates=self.config.accumulate > 1,
@@ -324,10 +332,12 @@ class Job:
 
     def steps_per_epoch(self, rank: int) -> int | None:
         """How many steps worker `rank` takes to go through its share, where that is known."""
-        if self.facts.num_examples is None:
-            return None
-        num_batches = self.share(rank).num_batches(self.facts.num_examples)
-        return -(-num_batches // self.config.accumulate)
+        per_epoch = self._batches_per_epoch(rank)
+        return None if per_epoch is None else -(-per_epoch // self.config.accumulate)
+
+    def _batches_per_epoch(self, rank: int) -> int | None:
+        counts = self.facts.num_batches
+        return None if counts is None else counts[min(rank, len(counts) - 1)]
 
     def batches(
         self,
@@ -335,9 +345,11 @@ class Job:
         start: int = 0,
         device: torch.device = CPU,
         tell: Callable[[str], None] = lambda line: None,
-    ) -> Iterator[tuple[int, Batch]]:
+    ) -> Generator[tuple[int, Batch], None, None]:
         """Worker `rank`'s training batches with their epochs."""
-        return ((b.epoch, b.batch) for b in self.step_batches(rank, start, device, tell))
+        with contextlib.closing(self.step_batches(rank, start, device, tell)) as batches:
+            for found in batches:
+                yield found.epoch, found.batch
 
     def step_batches(
         self,
@@ -345,10 +357,10 @@ class Job:
         start: int = 0,
         device: torch.device = CPU,
         tell: Callable[[str], None] = lambda line: None,
-    ) -> Iterator[StepBatch]:
+    ) -> Generator[StepBatch, None, None]:
         """Worker `rank`'s training batches, from step `start` on (0: the first), until its work is
         done; on `device`, which is also where they are augmented. `tell` is told of what is slower
-        than it might be."""
+        than it might be. To be closed, since processes may be reading for it."""
         made = self._make_batches(rank, start, device, tell)
         if self.recipe.feed != BATCHING:
             return made
@@ -379,14 +391,20 @@ class Job:
 
     def _make_batches(
         self, rank: int, start: int, device: torch.device, tell: Callable[[str], None]
-    ) -> Iterator[StepBatch]:
-        config = self.config
+    ) -> Generator[StepBatch, None, None]:
         assert self.train is not None, "this process was given no training data"
-        source = self.train.on(device) if config.data_device == AUTO else self.train
-        share = self.share(rank)
-        step, epoch, first = self._find(rank, start)
-        number = epoch * (share.num_batches(self.facts.num_examples or 0)) + first
+        source = self.train.on(device) if self.config.data_device == AUTO else self.train
         finish = self._make_finish(rank, source, device, tell)
+        with source.opened(tell) as opened:
+            for found in self._drafts(opened, rank, start):
+                batch = finish(found.batch, found.number)
+                yield dataclasses.replace(found, batch=batch)
+
+    def _drafts(self, source: Source, rank: int, start: int) -> Generator[StepBatch, None, None]:
+        """Of which batches are made, each in the place of its batch."""
+        config, share = self.config, self.share(rank)
+        number, epoch, first = source.find(share, self._batches_before(rank, start))
+        step = start if number else 0
         last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
         if self.facts.elastic:  # a server says when it is enough
             last_step = last_epoch = math.inf
@@ -395,7 +413,7 @@ class Job:
             drafts = source.drafts(share, epoch, first)
             for draft, ends_step in grouped(drafts, config.accumulate):
                 if step >= start:
-                    yield StepBatch(epoch, finish(draft, number), number, ends_step)
+                    yield StepBatch(epoch, draft, number, ends_step)
                 number += 1
                 step += ends_step
                 if step == last_step:
@@ -408,12 +426,12 @@ class Job:
             epoch += 1
             first = 0
 
-    def _find(self, rank: int, start: int) -> tuple[int, int, int]:
-        """Step, epoch and batch to begin at; of a stream what was seen before is gone through."""
-        per_epoch = self.steps_per_epoch(rank)
-        if per_epoch is None:
-            return 0, 0, 0
-        return start, start // per_epoch, start % per_epoch * self.config.accumulate
+    def _batches_before(self, rank: int, step: int) -> int:
+        """How many batches worker `rank` has gone through before it begins with `step`."""
+        steps, batches = self.steps_per_epoch(rank), self._batches_per_epoch(rank)
+        if steps is None or batches is None:
+            return step
+        return step // steps * batches + step % steps * self.config.accumulate
 
     def share(self, rank: int) -> Share:
         """What worker `rank` goes through."""
@@ -421,7 +439,7 @@ class Job:
         return Share(
             rank=rank,
             num_shares=config.workers,
-            batch_size=self._batch_size * config.num_towers,
+            batch_size=self._drawn,
             seed=config.seed,
             disjoint=config.split == "disjoint",
         )
@@ -514,7 +532,7 @@ def make_job(
     """Resolve and check everything that can be checked before the run begins; `checkpoint` is what
     it goes on from; `elastic`: let workers come and go where the run is of that kind;
     `kept_initial`: where a run that goes on has what --init once gave it."""
-    recipe = recipe.fed(config.feed)
+    recipe, asked = recipe.fed(config.feed), config.batch_size
     optimizer = _resolve_optimizer(config, recipe)
     optimizer.check(fused=config.fused)
     config = _resolve_suggestions(config, recipe)
@@ -540,13 +558,14 @@ def make_job(
         )
     initial = _find_initial(config, module, manifest, kept_initial)
     train, test = _load_data(config, recipe)
+    config = dataclasses.replace(config, batch_size=_resolve_batch_size(asked, config, train))
     if train.num_examples is not None and train.num_examples < config.workers:
         raise ConfigError(
             f"{config.workers} workers for {train.num_examples} training examples; lower workers"
         )
     by_loss = _is_judged_by_loss(recipe, module, test)
+    is_counted = train.num_batches(Share(rank=0, num_shares=1, batch_size=1, seed=0)) is not None
     recipe = recipe.judged(by_loss=by_loss)
-    known_length = train.num_examples is not None or config.steps is not None
     facts = Facts(
         num_examples=train.num_examples,
         has_test=test is not None,
@@ -555,7 +574,7 @@ def make_job(
         in_rounds=config.chosen.kind.in_rounds,
         variant=config.variant,
         elastic=elastic
-        and known_length
+        and (is_counted or config.steps is not None)
         and config.split == "shared"
         and not config.chosen.kind.in_rounds,
         engine=engine,
@@ -565,6 +584,7 @@ def make_job(
     )
     job = _cut(config, recipe, manifest, facts)
     job = dataclasses.replace(job, train=train, test=test, initial=initial)
+    job = dataclasses.replace(job, facts=_with_num_batches(job, train))
     if config.server_device == "cuda" and job.server_device == CPU:
         raise ConfigError(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
@@ -643,7 +663,8 @@ def rejoin_job(
     if sources is None:
         return job
     missing = "train" not in sources or (facts.has_test and "test" not in sources)
-    train, test = _load_data(config, recipe) if missing else (None, None)
+    full = dataclasses.replace(config, batch_size=config.batch_size or recipe.batch_size)
+    train, test = _load_data(full, recipe) if missing else (None, None)
     return dataclasses.replace(
         job, train=sources.get("train", train), test=sources.get("test", test)
     )
@@ -722,6 +743,29 @@ def _resolve_suggestions(config: TrainConfig, recipe: Recipe) -> TrainConfig:
     )
 
 
+def _resolve_batch_size(asked: int | None, config: TrainConfig, train: Source) -> int | None:
+    """`asked` for, or what the data suggests, or the recipe; None: the data comes in batches."""
+    if train.own_batches is None:
+        return asked or train.batch_size or config.batch_size
+    if asked is not None:
+        raise ConfigError(
+            f"batch_size {asked}: the DataLoader's {train.own_batches} decides what is in a batch; "
+            f"leave --batch-size out"
+        )
+    return None
+
+
+def _with_num_batches(job: Job, train: Source) -> Facts:
+    found = [train.num_batches(job.share(rank)) for rank in range(job.config.workers)]
+    known = [count for count in found if count is not None]
+    if 0 in known:
+        raise ConfigError(
+            f"the DataLoader gives worker {known.index(0)} of {len(known)} no batch at all; lower "
+            f"workers{'' if job.config.batch_size is None else ' or batch_size'}"
+        )
+    return dataclasses.replace(job.facts, num_batches=known if len(known) == len(found) else None)
+
+
 def _load_data(config: TrainConfig, recipe: Recipe) -> tuple[Source, Source | None]:
     loaded = _from_recipe("data", lambda: recipe.data(config))
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
@@ -736,7 +780,7 @@ def _is_judged_by_loss(recipe: Recipe, module: nn.Module, test: Source | None) -
     given = [recipe.metric] if recipe.metric else list(recipe.metrics.values())
     if test is None or (given and accuracy not in given):
         return False
-    batch = _from_recipe("data", lambda: next(test.in_order(NUM_LOOKED_AT), None))
+    batch = _from_recipe("data", lambda: test.first(NUM_LOOKED_AT))
     if batch is None:
         return False
     module.eval()
@@ -781,9 +825,12 @@ def _one_or_all(names: list[str]) -> str | list[str]:
 
 def _updates_per_epoch(job: Job) -> int:
     """About how many updates it takes until every example was used once; 0: not known."""
-    if job.facts.num_examples is None:
+    counts, num_examples = job.facts.num_batches, job.facts.num_examples
+    if counts is None:
         return 0
-    num_batches = -(-job.facts.num_examples // job.step_size)
+    num_batches = sum(counts) if job.config.split == "disjoint" else counts[0]
+    if num_examples is not None:
+        num_batches = -(-num_examples // job.step_size)
     return max(1, num_batches // job.make_discipline().gradients_per_update)
 
 

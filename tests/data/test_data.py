@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import toy_data
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from offbeat import load_dataset
 from offbeat.data import files
-from offbeat.data.batches import Share, batch_length, leaves, make_source
+from offbeat.data.batches import Share, batch_length, leaves
 from offbeat.data.shared import open_shared
 from offbeat.data.shared import share as share_data
+from offbeat.data.sources import make_source
 from offbeat.errors import DataError
 
 SAMPLE = Path(files.__file__).parent / "fashion_mnist_sample"
@@ -318,7 +319,6 @@ def test_batches_have_the_form_of_the_data() -> None:
         ((torch.zeros(3), torch.zeros(4)), "different lengths"),
         (torch.zeros(0), "empty"),
         (torch.tensor(1.0), "no dimension"),
-        (DataLoader(TensorDataset(torch.zeros(3))), "give its dataset"),
         ({"x": [1, 2]}, "is a dict"),
         (iter([1, 2]), "only once"),
         (17, "is a int"),

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 import offbeat
 from offbeat.errors import ConfigError
-from offbeat.loops import place
+from offbeat.loops import seat
 from offbeat.loops.description import Description, describe_loop, options_of
 from offbeat.loops.sampler import Sampler
 from offbeat.optim import numbers_of, with_numbers
@@ -94,4 +94,4 @@ def test_shares_are_disjoint_and_cover_everything(
 
 
 def test_nobody_is_in_a_run_here() -> None:
-    assert place.here is None
+    assert seat.taken is None

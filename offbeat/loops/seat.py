@@ -1,4 +1,5 @@
-"""Where a script is: which of how many workers, of which run. `here` is None outside of any.
+"""A script's seat in a run: which worker it is, and what belongs to that; outside of any run none is
+`taken`.
 
 Set by the role's process before it runs the script; what the script calls looks here.
 """
@@ -33,7 +34,7 @@ class Running(Protocol):
 
 
 @dataclass(kw_only=True)
-class Place:
+class Seat:
     config: TrainConfig
     folder: RunFolder
     rank: int
@@ -50,4 +51,4 @@ class Place:
         return self.cluster.clock
 
 
-here: Place | None = None
+taken: Seat | None = None
