@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.data.batches import Batch, leaves, map_tensors
+from offbeat.data.batches import Batch, leaves, map_tensors, moves_itself
 from offbeat.errors import in_a_line
 
 NUM_WARM_UP = 3
@@ -369,6 +369,8 @@ def _shape_of(batch: Batch) -> Any:
 
 
 def _is_all_tensors(batch: Batch) -> bool:
+    if moves_itself(batch):  # a packed sequence has lengths that Python reads
+        return False
     if isinstance(batch, Mapping):
         return all(map(_is_all_tensors, batch.values()))
     if isinstance(batch, tuple | list):

@@ -204,6 +204,9 @@ class TrainConfig:
         "(default: as the recipe has it)",
         choices=(BATCHING, DIRECT),
     )
+    loader_workers: int = _option(
+        0, whole, "processes that read a map-style Dataset for each worker; 0: it reads by itself"
+    )
     seed: int = _option(0, whole, "seed of weights, shares, orders and augmentation")
     init: str | None = _option(
         None,
@@ -422,6 +425,7 @@ _LEAST = {
     "steps": 1,
     "batch_size": 1,
     "accumulate": 1,
+    "loader_workers": 0,
     "seed": 0,
     "threads": 1,
     "max_restarts": 0,

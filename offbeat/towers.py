@@ -25,7 +25,7 @@ from offbeat.accumulation import Accumulation
 from offbeat.capture import RECORDINGS, Captured, Recorder, torch_draws
 from offbeat.clipping import Clip
 from offbeat.compiling import Compiled, Loss
-from offbeat.data.batches import Batch, batch_length, map_tensors
+from offbeat.data.batches import Batch, batch_length, cut_batch, map_tensors
 from offbeat.errors import ConfigError, RecipeError
 from offbeat.flat import FlatModel
 from offbeat.reading import Reading
@@ -230,7 +230,7 @@ class Towers:
         count = batch_length(batch)
         cuts = [count * k // len(self.models) for k in range(len(self.models) + 1)]
         return [
-            ((hi - lo) / count, _part(batch, lo, hi, device))
+            ((hi - lo) / count, _part(batch, lo, hi, count, device))
             for lo, hi, device in zip(cuts[:-1], cuts[1:], self.devices, strict=True)
         ]
 
@@ -408,8 +408,9 @@ def places(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _part(batch: Batch, lo: int, hi: int, device: torch.device) -> Batch:
-    return map_tensors(batch, lambda tensor: tensor[lo:hi].to(device, non_blocking=True))
+def _part(batch: Batch, lo: int, hi: int, count: int, device: torch.device) -> Batch:
+    mine = cut_batch(batch, lo, hi, count)
+    return map_tensors(mine, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _check_loss(loss: object) -> None:

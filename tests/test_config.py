@@ -37,6 +37,7 @@ def test_the_flags_are_frozen() -> None:
         "staleness",
         "split",
         "feed",
+        "loader_workers",
         "seed",
         "init",
         "device",

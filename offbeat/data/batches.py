@@ -6,17 +6,20 @@ and cover everything, or each is the whole set. A worker goes through its share 
 epoch, which depends on nothing but the run's seed, the worker's rank and the epoch.
 """
 
+import copy
+import dataclasses
 import itertools
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from offbeat.errors import DataError
@@ -35,6 +38,7 @@ Batch = Any
 Item = TypeVar("Item")
 TensorData = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 Tell = Callable[[str], None]
+Collate = Callable[[list[Any]], Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,12 +209,13 @@ class Tensors(Indexed):
 
 
 class MapStyle(Indexed):
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Collate = default_collate) -> None:
         self._dataset = dataset
+        self._collate = collate
         self.num_examples = len(dataset)
 
     def gather(self, indices: Tensor) -> Batch:
-        return default_collate([self._dataset[i] for i in indices.tolist()])
+        return self._collate([self._dataset[i] for i in indices.tolist()])
 
 
 class Asked:
@@ -248,22 +253,34 @@ def own_part(items: Iterator[Item], share: Share, asked: Asked, tell: Tell) -> I
 class IterableStyle(Source):
     num_examples = None
 
-    def __init__(self, dataset: Iterable[Any], tell: Tell = lambda line: None) -> None:
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        collate: Collate = default_collate,
+        tell: Tell = lambda line: None,
+    ) -> None:
         self._dataset = dataset
+        self._collate = collate
         self._tell = tell
 
     def opened(self, tell: Tell) -> AbstractContextManager[Source]:
-        return nullcontext(IterableStyle(self._dataset, only_once(tell)))
+        return nullcontext(IterableStyle(self._dataset, self._collate, only_once(tell)))
 
     def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Streams cannot be shuffled: without disjoint shares every worker sees the same order."""
         asked = Asked()
         examples = placed(_begun(self._dataset), share.place(asked))
         mine = own_part(examples, share, asked, self._tell)
-        return _batched(itertools.islice(mine, first * share.batch_size, None), share.batch_size)
+        return self._batched(
+            itertools.islice(mine, first * share.batch_size, None), share.batch_size
+        )
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
-        return _batched(placed(_begun(self._dataset), Place()), batch_size)
+        return self._batched(placed(_begun(self._dataset), Place()), batch_size)
+
+    def _batched(self, examples: Iterator[Any], batch_size: int) -> Iterator[Batch]:
+        while chunk := list(itertools.islice(examples, batch_size)):
+            yield self._collate(chunk)
 
 
 def only_once(tell: Tell) -> Tell:
@@ -279,11 +296,50 @@ def only_once(tell: Tell) -> Tell:
 
 
 def batch_length(batch: Batch) -> int:
-    """How many examples a batch holds, by the first tensor in it."""
-    first = next(leaves(batch), None)
-    if first is None:
+    """How many examples a batch holds, by the first tensor in it that has a length."""
+    lengths = list(_lengths(batch))
+    if not lengths:
         raise DataError(f"a batch must hold tensors; found a {type(batch).__name__} without any")
-    return first.shape[0] if first.dim() else 1
+    return next((length for length in lengths if length is not None), 1)
+
+
+def _lengths(batch: Batch) -> Iterator[int | None]:
+    if isinstance(batch, PackedSequence):  # whose first tensor holds the steps of all examples
+        yield int(batch.batch_sizes[0])
+    elif isinstance(batch, Tensor):
+        yield batch.shape[0] if batch.dim() else None
+    elif parts := list(_inside(batch)):
+        for part in parts:
+            yield from _lengths(part)
+    elif moves_itself(batch):  # who knows
+        yield None
+
+
+def moves_itself(batch: Batch) -> bool:
+    """Whether it is more than its tensors, and knows how to go to a device: a packed sequence, or
+    what a tokenizer makes."""
+    return not isinstance(batch, Tensor) and callable(getattr(batch, "to", None))
+
+
+def _inside(batch: Batch) -> Iterable[Any]:
+    """What a batch is made of; of an object of the user's, the tensors that it shows."""
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if isinstance(batch, tuple | list):
+        return batch
+    if _is_dataclass(batch):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    if moves_itself(batch):
+        return [value for value in getattr(batch, "__dict__", {}).values() if _is_tensor(value)]
+    return ()
+
+
+def _is_dataclass(batch: Batch) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 def not_finite(batch: Batch) -> tuple[int, int]:
@@ -296,27 +352,56 @@ def not_finite(batch: Batch) -> tuple[int, int]:
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """The same batch with other tensors; what else is in it stays as it is."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, change) for key, value in batch.items()}
+    return change(batch) if isinstance(batch, Tensor) else _made_of(batch, map_tensors, change)
+
+
+def _made_of(batch: Batch, part_of: Callable[..., Any], *how: Any) -> Batch:
+    """The same kind of thing, made of what `part_of` makes of the parts."""
+    if type(batch) is dict:
+        return {key: part_of(value, *how) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)
+        made.update({key: part_of(value, *how) for key, value in batch.items()})
+        return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(*(map_tensors(value, change) for value in batch))
+        return type(batch)(*(part_of(value, *how) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(value, change) for value in batch)
+        return type(batch)(part_of(value, *how) for value in batch)
+    if _is_dataclass(batch):
+        names = [field.name for field in dataclasses.fields(batch)]
+        changed = {name: part_of(getattr(batch, name), *how) for name in names}
+        return dataclasses.replace(batch, **changed)
     return batch
+
+
+def cut_batch(batch: Batch, lo: int, hi: int, count: int) -> Batch:
+    """The examples from `lo` to `hi` of a batch of `count`: of its tensors, and of what else it has
+    one of for each of them."""
+    if isinstance(batch, Tensor):
+        return batch[lo:hi] if batch.dim() else batch
+    if isinstance(batch, PackedSequence) or (moves_itself(batch) and not _is_container(batch)):
+        raise DataError(
+            f"a batch with a {type(batch).__name__} cannot be cut: give each worker one device, "
+            f"not --devices"
+        )
+    is_list = isinstance(batch, list) or type(batch) is tuple
+    if is_list and len(batch) == count and next(leaves(batch), None) is None:
+        return batch[lo:hi]
+    return _made_of(batch, cut_batch, lo, hi, count)
+
+
+def _is_container(batch: Batch) -> bool:
+    return isinstance(batch, Mapping | tuple | list) or _is_dataclass(batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """On the CPU the batch itself; else on its way to `device`, without waiting for it."""
     if device.type == "cpu":
         return batch
-
-    def move(tensor: Tensor) -> Tensor:
-        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-        return pinned.to(device, non_blocking=True)
-
-    return map_tensors(batch, move)
+    if isinstance(batch, Tensor):
+        pins = device.type == "cuda" and batch.device.type == "cpu"
+        return (batch.pin_memory() if pins else batch).to(device, non_blocking=True)
+    return batch.to(device) if moves_itself(batch) else _made_of(batch, to_device, device)
 
 
 def prepared_ahead(items: Generator[Item, None, None], count: int) -> Generator[Item, None, None]:
@@ -379,20 +464,11 @@ def grouped(items: Iterable[Item], count: int) -> Iterator[tuple[Item, bool]]:
 def leaves(batch: Batch) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from leaves(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from leaves(value)
+    else:
+        for part in _inside(batch):
+            yield from leaves(part)
 
 
 def _begun(examples: Iterable[Item]) -> Iterator[Item]:
     """Begin no sooner than the first is asked for, by whoever asks for it then."""
     yield from examples
-
-
-def _batched(examples: Iterable[Any], batch_size: int) -> Iterator[Batch]:
-    iterator = iter(examples)
-    while chunk := list(itertools.islice(iterator, batch_size)):
-        yield default_collate(chunk)

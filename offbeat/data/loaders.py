@@ -38,7 +38,17 @@ from torch.utils.data import (
 )
 
 from offbeat import place
-from offbeat.data.batches import Asked, Batch, Share, Source, Tell, only_once, own_order, own_part
+from offbeat.data.batches import (
+    Asked,
+    Batch,
+    Collate,
+    Share,
+    Source,
+    Tell,
+    only_once,
+    own_order,
+    own_part,
+)
 from offbeat.errors import DataError
 from offbeat.importing import FILE_PREFIX, import_file
 from offbeat.place import Place, at, placed
@@ -60,6 +70,16 @@ def make_loaded(loader: DataLoader[Any], what: str) -> Source:
     source = Loaded(loader)
     if source.num_units == 0:
         raise DataError(f"the {what} data is empty: its DataLoader has nothing to go through")
+    return source
+
+
+def read_by_processes(dataset: Any, collate: Collate | None, count: int) -> Source:
+    """A map-style dataset that `count` processes read for each worker."""
+    loader: DataLoader[Any] = DataLoader(
+        dataset, shuffle=True, collate_fn=collate, num_workers=count, persistent_workers=True
+    )
+    source = Loaded(loader)
+    source.batch_size = None  # nobody had one in mind
     return source
 
 

@@ -1,4 +1,4 @@
-"""What a recipe calls its data, as a Source: `make_source(data, "training")`.
+"""What a recipe calls its data, as a Source: `make_source(data, "training", recipe.collate)`.
 
 Called when a job is made, by whichever process needs the data.
 """
@@ -9,37 +9,60 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from offbeat.data.batches import Indexed, IterableStyle, MapStyle, Source, TensorData, Tensors
-from offbeat.data.loaders import make_loaded
+from offbeat.data.batches import (
+    Collate,
+    Indexed,
+    IterableStyle,
+    MapStyle,
+    Source,
+    TensorData,
+    Tensors,
+)
+from offbeat.data.loaders import make_loaded, read_by_processes
 from offbeat.errors import DataError
 
 
-def make_source(data: Any, what: str) -> Source:
-    """`data` in whichever of the known forms it has; `what` names it in an error."""
+def make_source(
+    data: Any, what: str, collate: Collate | None = None, num_readers: int = 0
+) -> Source:
+    """`data` in whichever of the known forms it has; `what` names it in an error. `collate` makes a
+    batch of a list of examples; so many processes read them for each worker."""
     if isinstance(data, Source):
         return data
-    tensors = _as_tensors(data, what)
+    tensors = None if collate and isinstance(data, TensorDataset) else _as_tensors(data, what)
     if tensors is not None:
+        _refuse("tensors, which are no list of examples", what, collate, num_readers)
         return _checked(Tensors(tensors), what)
     if isinstance(data, DataLoader):
+        _refuse("a DataLoader, which says that itself", what, collate, num_readers)
         return make_loaded(data, what)
     if isinstance(data, Iterator):
         raise DataError(
             f"the {what} data is an iterator, which can be gone through only once; make it an "
             f"IterableDataset, whose __iter__ begins anew"
         )
-    if isinstance(data, IterableDataset):
-        return IterableStyle(data)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
-        return _checked(MapStyle(data), what)
+    is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if is_map_style and not isinstance(data, Mapping | IterableDataset):
+        source = _checked(MapStyle(data, collate or default_collate), what)
+        return read_by_processes(data, collate, num_readers) if num_readers else source
     if isinstance(data, Iterable) and not isinstance(data, Mapping):
-        return IterableStyle(data)
+        _refuse("an iterable Dataset: put it into a DataLoader", what, None, num_readers)
+        return IterableStyle(data, collate or default_collate)
     raise DataError(
         f"the {what} data is a {type(data).__name__}; it must be a tensor, a tuple or dict of "
         f"tensors, a map-style or iterable Dataset, or a DataLoader"
     )
+
+
+def _refuse(found: str, what: str, collate: Collate | None, num_readers: int) -> None:
+    """What was asked for is for Datasets."""
+    asked = {"the recipe's collate": collate, "--loader-workers": num_readers}
+    if names := [name for name, value in asked.items() if value]:
+        raise DataError(
+            f"{names[0]} is for map-style Datasets, and the {what} data is {found}; leave it out"
+        )
 
 
 def _as_tensors(data: Any, what: str) -> TensorData | None:

@@ -1,5 +1,5 @@
-"""A script's seat in a run: which worker it is, and what belongs to that; outside of any run none is
-`taken`.
+"""A script's seat in a run: which worker it is, and what belongs to that. Outside of any run none
+is `taken`.
 
 Set by the role's process before it runs the script; what the script calls looks here.
 """

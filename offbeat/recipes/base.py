@@ -116,13 +116,14 @@ def log_line(log: StepLog) -> str:
 class Recipe:
     """Model, data, loss, metric, optimizer and schedule: everything that a run needs to know.
 
-    A batch is whatever the data is made of: a tuple of tensors for tensors, else what torch's
-    default_collate makes of a list of examples.
+    A batch is whatever the data is made of: a tuple of tensors for tensors, what a DataLoader
+    gives, else what `collate`, or torch's default_collate, makes of a list of examples. It may hold
+    more than tensors, however deep.
 
     model: () -> a new model; called once per worker, with torch's generator seeded the same each
         time.
-    data: (config) -> the training and the test data: tensors or any torch Dataset; None: nothing to
-        test on.
+    data: (config) -> the training and the test data: tensors, any torch Dataset or DataLoader;
+        None: nothing to test on.
     loss: (model, batch) -> the mean loss, to be differentiated.
     metric: (model, batch) -> a sum and a count; the result is their quotient over all test batches.
         None: `offbeat.accuracy` where the labels are classes, else the mean of the loss.
@@ -142,6 +143,8 @@ class Recipe:
         ("direct"), or by a thread that is a few ahead ("batching").
     by_feed: what is different under one of the two.
     log_line: how --log-every words a line.
+    collate: (list of examples) -> batch, instead of default_collate, where data is a Dataset: for
+        examples that differ in length.
     batch_size: examples in a step of one device, where --batch-size does not say.
     epochs: how often the data is gone through, where neither --epochs nor --steps says.
     amp: the shorter number format to compute in ("bf16"), where --amp does not say; None: float32.
@@ -163,6 +166,7 @@ class Recipe:
     feed: str = DIRECT
     by_feed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     log_line: Callable[[StepLog], str] = log_line
+    collate: Callable[[list[Any]], Any] | None = None
     batch_size: int = 100
     epochs: int = 1
     amp: str | None = None
@@ -190,9 +194,19 @@ class Recipe:
                 "a recipe's model must be a function that makes a new one, as lambda: Net(); every "
                 "worker needs a model of its own"
             )
-        for name in ("model", "data", "loss", "metric", "schedule", "augment", "log_line"):
+        for name in (
+            "model",
+            "data",
+            "loss",
+            "metric",
+            "schedule",
+            "augment",
+            "log_line",
+            "collate",
+        ):
             value = getattr(self, name)
-            if not callable(value) and not (value is None and name in ("metric", "augment")):
+            may_be_none = name in ("metric", "augment", "collate")
+            if not callable(value) and not (value is None and may_be_none):
                 raise RecipeError(f"a recipe's {name} must be a function")
         if self.callbacks is not None and not callable(self.callbacks):
             raise RecipeError(

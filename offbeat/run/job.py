@@ -771,7 +771,8 @@ def _load_data(config: TrainConfig, recipe: Recipe) -> tuple[Source, Source | No
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         raise RecipeError("the recipe's data(config) must return a pair: training data, test data")
     train, test = loaded
-    return make_source(train, "training"), None if test is None else make_source(test, "test")
+    source = make_source(train, "training", recipe.collate, config.loader_workers)
+    return source, None if test is None else make_source(test, "test", recipe.collate)
 
 
 def _is_judged_by_loss(recipe: Recipe, module: nn.Module, test: Source | None) -> bool:

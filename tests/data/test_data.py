@@ -3,18 +3,29 @@
 import gzip
 import os
 import struct
+from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers import toy_data
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from offbeat import load_dataset
 from offbeat.data import files
-from offbeat.data.batches import Share, batch_length, leaves
+from offbeat.data.batches import (
+    Share,
+    batch_length,
+    cut_batch,
+    leaves,
+    map_tensors,
+    to_device,
+)
 from offbeat.data.shared import open_shared
 from offbeat.data.shared import share as share_data
 from offbeat.data.sources import make_source
@@ -288,6 +299,116 @@ def test_orders_depend_on_seed_rank_and_epoch_alone() -> None:
     assert numbers(source.train(share(0, 2, 5, 0), 0)) != numbers(
         source.train(share(0, 2, 5, 1), 0)
     )
+
+
+def padded(examples: list[Any]) -> dict[str, Any]:
+    rows = [torch.tensor(example) for example in examples]
+    return {
+        "x": pad_sequence(rows, batch_first=True),
+        "about": ([len(row) for row in rows], [str(example) for example in examples]),
+    }
+
+
+RAGGED = [[1], [1, 2], [1, 2, 3], [4], [4, 5]]
+
+
+class RaggedStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(RAGGED)
+
+
+@pytest.mark.parametrize("num_readers", [0, 1])
+def test_a_collate_of_the_users_makes_batches_of_ragged_examples(num_readers: int) -> None:
+    source = make_source(RAGGED, "training", padded, num_readers)
+    with source.opened(lambda line: None) as reader:
+        batches = list(reader.train(share(0, 1, 2), 0))
+    plain = list(make_source(RAGGED, "training", padded).train(share(0, 1, 2), 0))
+    assert [batch["about"] for batch in batches] == [batch["about"] for batch in plain]
+    assert [batch_length(batch) for batch in batches] == [2, 2, 1] and source.batch_size is None
+    assert all(batch["x"].shape[1] == max(batch["about"][0]) for batch in batches)
+    stream = make_source(RaggedStream(), "training", padded)
+    assert [batch["about"][0] for batch in stream.in_order(2)] == [[1, 2], [3, 1], [2]]
+
+
+def test_a_tensor_dataset_is_collated_where_somebody_wants_to() -> None:
+    data = TensorDataset(torch.arange(4))
+    (batch,) = make_source(data, "test", lambda rows: sum(row[0] for row in rows)).in_order(4)
+    assert batch == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "asked", "message"),
+    [
+        (torch.zeros(3), {"collate": len}, "the recipe's collate is for .* data is tensors"),
+        (torch.zeros(3), {"num_readers": 1}, "--loader-workers is for map-style Datasets"),
+        (DataLoader(Squares()), {"num_readers": 1}, "a DataLoader, which says that itself"),
+        (RaggedStream(), {"num_readers": 1}, "put it into a DataLoader"),
+    ],
+)
+def test_what_is_for_datasets_is_refused_elsewhere(data: Any, asked: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_source(data, "training", **asked)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+@dataclass
+class Record:
+    x: Tensor
+    names: list[str]
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer makes it."""
+
+    def to(self, device: Any) -> "Encoding":
+        return Encoding({key: value.to(device) for key, value in self.items()})
+
+
+class Graphs:
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: Any) -> "Graphs":
+        return Graphs(self.nodes.to(device))
+
+
+PACKED = pack_sequence([torch.ones(3, 2), torch.ones(2, 2), torch.ones(1, 2), torch.ones(1, 2)])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"names": ["a", "b", "c", "d"], "deep": {"t": torch.tensor(1.0), "x": [torch.ones(4, 2)]}},
+        (Pair(torch.ones(4, 2), "a"), 3),
+        Record(torch.ones(4), ["a", "b", "c", "d"]),
+        Encoding(ids=torch.ones(4, 3), mask=torch.ones(4, 3)),
+        (Graphs(torch.ones(4, 2)), torch.ones(4)),
+        {"seq": PACKED, "y": torch.ones(4)},
+    ],
+)
+def test_batches_of_any_form_have_a_length_and_go_to_a_device(batch: Any) -> None:
+    assert batch_length(batch) == 4
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch) and batch_length(moved) == 4
+    found = [leaf.device.type for leaf in leaves(moved)]
+    assert "meta" in found and set(found) <= (
+        {"meta", "cpu"} if isinstance(moved, dict) else {"meta"}
+    )
+    doubled = map_tensors(batch, lambda tensor: 2 * tensor)
+    assert type(doubled) is type(batch)
+
+
+def test_a_batch_is_cut_with_all_that_it_has_for_each_example() -> None:
+    batch = {"names": ["a", "b", "c"], "of": Pair(torch.arange(3), "abc"), "t": torch.tensor(1)}
+    cut = cut_batch(batch, 1, 3, 3)
+    assert cut["names"] == ["b", "c"] and cut["t"] == 1
+    assert cut["of"].x.tolist() == [1, 2] and cut["of"].name == "abc"
+    with pytest.raises(DataError, match="PackedSequence cannot be cut: give each worker one dev"):
+        cut_batch((PACKED, torch.ones(4)), 0, 2, 4)
 
 
 def test_in_order_means_each_once_in_order() -> None:
