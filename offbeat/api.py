@@ -197,7 +197,7 @@ def evaluate(
         recipe = found.recipe
         if found.change is not None:
             log.warning(found.change)
-    job = rejoin_job(config, recipe, Facts(**described["job"]), {})
+    job = rejoin_job(config, recipe, Facts(**described["job"]), {}, needs=["test"])
     if job.test is None:
         raise RecipeError(f"the recipe {config.recipe} has no test data: there is nothing to score")
     scores: list[float] = []

@@ -17,7 +17,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def _nobody() -> None:
+def nobody() -> None:
     """Does not want to know."""
 
 
@@ -25,7 +25,7 @@ def _nobody() -> None:
 class Place:
     rank: int = 0
     world_size: int = 1
-    asked: Callable[[], None] = _nobody
+    asked: Callable[[], None] = nobody
     """Called when somebody wants to know rank or world size: they may cut the data by it."""
 
 

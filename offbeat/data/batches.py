@@ -6,6 +6,7 @@ and cover everything, or each is the whole set. A worker goes through its share 
 epoch, which depends on nothing but the run's seed, the worker's rank and the epoch.
 """
 
+import contextvars
 import copy
 import dataclasses
 import itertools
@@ -23,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from offbeat.errors import DataError
-from offbeat.place import Place, placed
+from offbeat.place import Place, nobody, placed
 from offbeat.randomness import make_generator
 
 WAKE_S = 0.2
@@ -55,7 +56,7 @@ class Share:
     def part(self) -> slice:
         return slice(self.rank, None, self.num_shares) if self.disjoint else slice(None)
 
-    def place(self, asked: Callable[[], None]) -> Place:
+    def place(self, asked: Callable[[], None] = nobody) -> Place:
         """Who reads it; one who joined reads what one of the others does."""
         rank = self.rank % self.num_shares
         return Place(rank=rank, world_size=self.num_shares, asked=asked)
@@ -430,7 +431,8 @@ def prepared_ahead(items: Generator[Item, None, None], count: int) -> Generator[
         finally:
             items.close()
 
-    thread = threading.Thread(target=prepare, name="batches", daemon=True)
+    context = contextvars.copy_context()  # it works for whom this thread does
+    thread = threading.Thread(target=context.run, args=(prepare,), name="batches", daemon=True)
     thread.start()
     try:
         while True:

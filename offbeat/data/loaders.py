@@ -51,7 +51,7 @@ from offbeat.data.batches import (
 )
 from offbeat.errors import DataError
 from offbeat.importing import FILE_PREFIX, import_file
-from offbeat.place import Place, at, placed
+from offbeat.place import Place, at, nobody, placed
 from offbeat.randomness import make_generator, make_seed
 
 PR_SET_PDEATHSIG = 1
@@ -166,7 +166,7 @@ class Loaded(_OfLoader):
 
     def drafts(self, share: Share, epoch: int, first: int = 0) -> Iterator[Batch]:
         self._next.upcoming = itertools.islice(self._units(share, epoch), first, None)
-        return cast("Iterator[Batch]", self._read(share, epoch, self._next, _ignored))
+        return cast("Iterator[Batch]", self._read(share, epoch, self._next, nobody))
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         units = _Units(_batched(self._all(), self._loader.batch_size))
@@ -295,10 +295,6 @@ def _drawing(seed: int, own: Iterable[Any]) -> Iterator[None]:
 
 
 # -- copies of a loader, and their processes -------------------------------------------------------
-
-
-def _ignored() -> None:
-    """A map-style dataset is cut by its indices, whoever it asks."""
 
 
 def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:

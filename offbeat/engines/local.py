@@ -111,7 +111,8 @@ class LocalEngine(Engine):
         super().__init__(dataclasses.replace(job, train=None, test=None))
         self.folder = folder
         self.display = display
-        self._data = share({"train": job.train, "test": job.test})
+        train = None if job.facts.by_rank else job.train
+        self._data = share({"train": train, "test": job.test})
         self._lock = lock
         self._forks = forks
         self._shows_rank_0 = shows_rank_0

@@ -110,8 +110,15 @@ def _generation(cluster: Cluster, role: str, index: int) -> int:
 def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
     described = folder.read_json(folder.config)
     recipe = load_recipe(config.recipe, RecipeFile.kept(described))
-    kept_initial = folder.initial if role in ("master", "worker") else None
-    return rejoin_job(config, recipe, Facts(**described["job"]), _sources(role), kept_initial)
+    needs = ["test" if role == "evaluator" else "train"]
+    return rejoin_job(
+        config,
+        recipe,
+        Facts(**described["job"]),
+        _sources(role),
+        kept_initial=folder.initial if role in ("master", "worker") else None,
+        needs=needs,
+    )
 
 
 def _sources(role: str) -> dict[str, Source] | None:

@@ -26,6 +26,7 @@ import torch
 from offbeat.data.batches import Batch, StepBatch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.ledger import number
+from offbeat.place import at
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
@@ -132,8 +133,9 @@ class Worker:
 
     def run(self) -> None:
         torch.set_num_threads(self.job.config.threads or 1)
+        here = self.job.share(self.rank).place()
         try:
-            with self.towers.in_stream(), self._exchange:
+            with at(here), self.towers.in_stream(), self._exchange:
                 self.step = self._exchange.join() + 1
                 while self._train():
                     self.step = self._exchange.finish(self.step - 1) + 1

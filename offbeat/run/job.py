@@ -12,8 +12,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from offbeat.config import (
     check_clipping,
 )
 from offbeat.data.batches import (
+    Asked,
     Batch,
     Share,
     Source,
@@ -55,6 +56,7 @@ from offbeat.errors import (
 )
 from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import Length, Optimizer, Schedule, named_optimizer, schedule_name
+from offbeat.place import Place, at
 from offbeat.plugins import Choice, find
 from offbeat.probing import Reach, reach_of
 from offbeat.randomness import make_seed
@@ -88,6 +90,8 @@ class Facts:
     """None: not known before the end of the data is reached."""
     num_batches: Sequence[int] | None = None
     """Each worker's in an epoch; None: not known either."""
+    by_rank: bool = False
+    """The recipe's data function asks for whom it is called: each worker has its own data."""
     has_test: bool
     total_updates: int | None
     """How many updates each shard will have seen if nobody drops out; None: not known."""
@@ -127,6 +131,8 @@ class Job:
     facts: Facts
     train: Source | None = None
     """None in a process that has no use for data."""
+    of_rank: dict[int, Source] = field(default_factory=dict)
+    """The training data of workers here, where each has its own."""
     test: Source | None = None
     codec: Choice[Codec] | None = None
     """What gradients travel as; None: as they are."""
@@ -392,13 +398,21 @@ class Job:
     def _make_batches(
         self, rank: int, start: int, device: torch.device, tell: Callable[[str], None]
     ) -> Generator[StepBatch, None, None]:
-        assert self.train is not None, "this process was given no training data"
-        source = self.train.on(device) if self.config.data_device == AUTO else self.train
+        source = self._training_data(rank)
+        source = source.on(device) if self.config.data_device == AUTO else source
         finish = self._make_finish(rank, source, device, tell)
         with source.opened(tell) as opened:
             for found in self._drafts(opened, rank, start):
                 batch = finish(found.batch, found.number)
                 yield dataclasses.replace(found, batch=batch)
+
+    def _training_data(self, rank: int) -> Source:
+        if not self.facts.by_rank:
+            assert self.train is not None, "this process was given no training data"
+            return self.train
+        if rank not in self.of_rank:
+            self.of_rank[rank] = _load_data(self.config, self.recipe, rank)[0]
+        return self.of_rank[rank]
 
     def _drafts(self, source: Source, rank: int, start: int) -> Generator[StepBatch, None, None]:
         """Of which batches are made, each in the place of its batch."""
@@ -441,7 +455,7 @@ class Job:
             num_shares=config.workers,
             batch_size=self._drawn,
             seed=config.seed,
-            disjoint=config.split == "disjoint",
+            disjoint=config.split == "disjoint" and not self.facts.by_rank,
         )
 
     @property
@@ -557,17 +571,21 @@ def make_job(
             f"{checkpoint.manifest.difference(manifest)}"
         )
     initial = _find_initial(config, module, manifest, kept_initial)
-    train, test = _load_data(config, recipe)
+    asked_rank = Asked()
+    train, test = _load_data(config, recipe, asked=asked_rank)
+    by_rank = bool(asked_rank)
     config = dataclasses.replace(config, batch_size=_resolve_batch_size(asked, config, train))
-    if train.num_examples is not None and train.num_examples < config.workers:
+    num_examples = None if by_rank else train.num_examples
+    if num_examples is not None and num_examples < config.workers:
         raise ConfigError(
-            f"{config.workers} workers for {train.num_examples} training examples; lower workers"
+            f"{config.workers} workers for {num_examples} training examples; lower workers"
         )
     by_loss = _is_judged_by_loss(recipe, module, test)
     is_counted = train.num_batches(Share(rank=0, num_shares=1, batch_size=1, seed=0)) is not None
     recipe = recipe.judged(by_loss=by_loss)
     facts = Facts(
-        num_examples=train.num_examples,
+        num_examples=num_examples,
+        by_rank=by_rank,
         has_test=test is not None,
         total_updates=None,
         by_loss=by_loss,
@@ -584,7 +602,9 @@ def make_job(
     )
     job = _cut(config, recipe, manifest, facts)
     job = dataclasses.replace(job, train=train, test=test, initial=initial)
-    job = dataclasses.replace(job, facts=_with_num_batches(job, train))
+    job = dataclasses.replace(
+        job, facts=_with_num_batches(job, train), of_rank={0: train} if by_rank else {}
+    )
     if config.server_device == "cuda" and job.server_device == CPU:
         raise ConfigError(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
@@ -651,9 +671,10 @@ def rejoin_job(
     facts: Facts,
     sources: Mapping[str, Source] | None,
     kept_initial: Path | None = None,
+    needs: Collection[str] = ("train", "test"),
 ) -> Job:
     """The same job in another process. `config` and `facts` are as `make_job` left them; `sources`
-    are what is shared of the data, the rest is loaded here; None: no data is needed.
+    are what is shared of the data, what else it `needs` is loaded here; None: it needs no data.
     `kept_initial`: what --init gave; None: this process trains nothing from the start."""
     recipe = recipe.fed(config.feed).judged(by_loss=facts.by_loss)
     module = _seeded_model(recipe, config.seed)
@@ -662,9 +683,10 @@ def rejoin_job(
         job = dataclasses.replace(job, initial=read_initial(kept_initial, module))
     if sources is None:
         return job
-    missing = "train" not in sources or (facts.has_test and "test" not in sources)
-    full = dataclasses.replace(config, batch_size=config.batch_size or recipe.batch_size)
-    train, test = _load_data(full, recipe) if missing else (None, None)
+    # what is each worker's own is loaded when it begins
+    exists = {"train": not facts.by_rank, "test": facts.has_test}
+    missing = [name for name in needs if exists[name] and name not in sources]
+    train, test = _load_data(config, recipe) if missing else (None, None)
     return dataclasses.replace(
         job, train=sources.get("train", train), test=sources.get("test", test)
     )
@@ -756,7 +778,8 @@ def _resolve_batch_size(asked: int | None, config: TrainConfig, train: Source) -
 
 
 def _with_num_batches(job: Job, train: Source) -> Facts:
-    found = [train.num_batches(job.share(rank)) for rank in range(job.config.workers)]
+    ranks = [0 if job.facts.by_rank else rank for rank in range(job.config.workers)]
+    found = [train.num_batches(job.share(rank)) for rank in ranks]  # about, where each has its own
     known = [count for count in found if count is not None]
     if 0 in known:
         raise ConfigError(
@@ -766,8 +789,14 @@ def _with_num_batches(job: Job, train: Source) -> Facts:
     return dataclasses.replace(job.facts, num_batches=known if len(known) == len(found) else None)
 
 
-def _load_data(config: TrainConfig, recipe: Recipe) -> tuple[Source, Source | None]:
-    loaded = _from_recipe("data", lambda: recipe.data(config))
+def _load_data(
+    config: TrainConfig, recipe: Recipe, rank: int = 0, asked: Callable[[], None] = lambda: None
+) -> tuple[Source, Source | None]:
+    """For worker `rank`; `asked` is called if the recipe wants to know that."""
+    told = dataclasses.replace(config, batch_size=config.batch_size or recipe.batch_size)
+    place = Place(rank=rank % config.workers, world_size=config.workers, asked=asked)
+    with at(place):
+        loaded = _from_recipe("data", lambda: recipe.data(told))
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         raise RecipeError("the recipe's data(config) must return a pair: training data, test data")
     train, test = loaded
