@@ -31,9 +31,11 @@ from offbeat.importing import FILE_PREFIX
 from offbeat.recipes.base import (
     Recipe,
     RecipeFile,
+    RecipeFunction,
     directions,
-    load_recipe,
+    find_recipe,
     locate,
+    make_recipe,
     metric_name,
 )
 from offbeat.recipes.callbacks import Callback, Start
@@ -173,7 +175,7 @@ def evaluate(
     follow: bool = False,
     best: bool = False,
     say: Callable[[str], None] = lambda line: None,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | RecipeFunction | None = None,
     data_dir: str | None = None,
     device: str | None = None,
 ) -> float | None:
@@ -191,12 +193,13 @@ def evaluate(
         eval_skipped=False,
     )
     log = logging.getLogger("offbeat.eval")
-    if not isinstance(recipe, Recipe):
+    if recipe is None or isinstance(recipe, str):
         kept = RecipeFile.kept(described)
         found = find_again(recipe or config.recipe, kept, is_given=recipe is not None)
         recipe = found.recipe
         if found.change is not None:
             log.warning(found.change)
+    recipe, _ = make_recipe(recipe, config.recipe, config.set)
     job = rejoin_job(config, recipe, Facts(**described["job"]), {}, needs=["test"])
     if job.test is None:
         raise RecipeError(f"the recipe {config.recipe} has no test data: there is nothing to score")
@@ -232,12 +235,16 @@ def evaluate(
 
 
 def train(
-    recipe: str | Recipe = "fashion-cnn", *, callbacks: Sequence[Callback] = (), **options: Any
+    recipe: str | Recipe | RecipeFunction = "fashion-cnn",
+    *,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
 ) -> Result:
-    """Train `recipe` (a Recipe, or what --recipe takes); `options` are train's flags by name;
-    `callbacks` are told what happens, beside the recipe's own.
+    """Train `recipe` (a Recipe, a function that makes one, or what --recipe takes); `options` are
+    train's flags by name; `callbacks` are told what happens, beside the recipe's own.
 
         offbeat.train(recipe, discipline="lock-free", workers=4, lr=0.05)
+        offbeat.train(make_recipe, set={"width": 128})
 
     The processes of a run import the recipe by its name. One that has no name in any module (it was
     made inside a function, in a notebook, or in a script that came by standard input) is trained in
@@ -248,11 +255,13 @@ def train(
     """
     refuse_recursion()
     name, options = named(recipe, options)
-    made = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    return train_config(make_config({"recipe": name}, options), made, callbacks=callbacks)
+    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    return train_config(make_config({"recipe": name}, options), found, callbacks=callbacks)
 
 
-def named(recipe: str | Recipe, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def named(
+    recipe: str | Recipe | RecipeFunction, options: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """What a run calls its recipe, and its options: one that has no name is trained here."""
     if isinstance(recipe, str):
         return recipe, dict(options)
@@ -269,7 +278,7 @@ def named(recipe: str | Recipe, options: Mapping[str, Any]) -> tuple[str, dict[s
 
 def resume(
     run_dir: str | Path,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | RecipeFunction | None = None,
     *,
     callbacks: Sequence[Callback] = (),
     **options: Any,
@@ -280,15 +289,15 @@ def resume(
     if recipe is None:
         return resume_config(Path(run_dir), options, callbacks=callbacks)
     name, options = named(recipe, options)
-    made = recipe if isinstance(recipe, Recipe) else None
-    return resume_config(Path(run_dir), {**options, "recipe": name}, made, callbacks=callbacks)
+    found = None if isinstance(recipe, str) else recipe
+    return resume_config(Path(run_dir), {**options, "recipe": name}, found, callbacks=callbacks)
 
 
 @dataclass(frozen=True)
 class Found:
     """A recipe, where it comes from, and what is to be said of that."""
 
-    recipe: Recipe
+    recipe: Recipe | RecipeFunction
     file: RecipeFile | None
     change: str | None = None
 
@@ -299,18 +308,22 @@ class Found:
 
 
 def find_again(
-    name: str, kept: RecipeFile | None, recipe: Recipe | None = None, *, is_given: bool
+    name: str,
+    kept: RecipeFile | None,
+    recipe: Recipe | RecipeFunction | None = None,
+    *,
+    is_given: bool,
 ) -> Found:
     """The recipe of a run that has `kept` where it was; `is_given`: the user says where it is."""
     source = None if is_given else kept
-    recipe = recipe or load_recipe(name, source)
+    recipe = recipe or find_recipe(name, source)
     file = locate(name, source)
     return Found(recipe, file, kept.change(file) if kept is not None else None)
 
 
 def train_config(
     config: TrainConfig,
-    recipe: Recipe | None = None,
+    recipe: Recipe | RecipeFunction | None = None,
     endpoint: Endpoint | None = None,
     display: MakeDisplay | None = None,
     forks: ForkServer | None = None,
@@ -323,10 +336,11 @@ def train_config(
     began_s = time.monotonic()
     _check(config, endpoint)
     with fork_server(config.engine, forks) as forks:
-        recipe = recipe or load_recipe(config.recipe, file)
+        recipe = recipe or find_recipe(config.recipe, file)
         found = Found(recipe, locate(config.recipe, file))
-        job = make_job(config, recipe, elastic=endpoint is not None)
-        told = [*make_callbacks(recipe, callbacks), *make_trackers(config.track)]
+        made, config = _with_parameters(config, recipe)
+        job = make_job(config, made, elastic=endpoint is not None)
+        told = [*make_callbacks(made, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
         folder = create_run_folder(job.config)
         if job.initial is not None:
@@ -348,7 +362,7 @@ def train_config(
 def resume_config(
     run_dir: Path,
     options: Mapping[str, Any],
-    recipe: Recipe | None = None,
+    recipe: Recipe | RecipeFunction | None = None,
     endpoint: Endpoint | None = None,
     forks: ForkServer | None = None,
     callbacks: Sequence[Callback] = (),
@@ -365,15 +379,16 @@ def resume_config(
         began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
         is_given = options.get("recipe") is not None
         found = find_again(config.recipe, RecipeFile.kept(described), recipe, is_given=is_given)
+        made, config = _with_parameters(config, found.recipe)
         job = make_job(
             config,
-            found.recipe,
+            made,
             checkpoint,
             elastic=endpoint is not None,
             kept_initial=folder.initial,
         )
         _check_not_over(job, folder)
-        told = [*make_callbacks(found.recipe, callbacks), *make_trackers(config.track)]
+        told = [*make_callbacks(made, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
         for path in (folder.state, folder.enough):
             path.unlink(missing_ok=True)
@@ -397,6 +412,14 @@ def _check_not_over(job: Job, folder: RunFolder) -> None:
             f"{folder.path} has nothing left to do: {reason}; to go on say --stop-at or --patience "
             f"anew (--stop-at inf: never)"
         )
+
+
+def _with_parameters(
+    config: TrainConfig, found: Recipe | RecipeFunction
+) -> tuple[Recipe, TrainConfig]:
+    """The recipe as it is asked for, and the configuration with the values that were read."""
+    made, values = make_recipe(found, config.recipe, config.set)
+    return made, dataclasses.replace(config, set=values)
 
 
 @dataclass(frozen=True)
@@ -552,16 +575,20 @@ def _title(job: Job, folder: RunFolder) -> str:
     config = job.config
     servers = f"{config.servers} server{'s' * (config.servers > 1)}"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
+    values = ", ".join(f"{name}={value}" for name, value in config.set.items())
     return (
-        f"{config.recipe}: {job.manifest.num_elements:,} parameters, {config.variant}, "
-        f"{servers}, {workers} -> {folder.path}"
+        f"{config.recipe}{f' ({values})' if values else ''}: {job.manifest.num_elements:,} "
+        f"parameters, {config.variant}, {servers}, {workers} -> {folder.path}"
     )
 
 
-def _name_of(recipe: Recipe) -> str | None:
+def _name_of(recipe: Recipe | RecipeFunction) -> str | None:
     """Where --recipe would find this one, from any process; None: nowhere."""
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"train takes a Recipe or the name of one, not a {type(recipe).__name__}")
+    if not isinstance(recipe, Recipe) and not callable(recipe):
+        raise RecipeError(
+            f"train takes a Recipe, a function that makes one, or the name of one, not a "
+            f"{type(recipe).__name__}"
+        )
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is recipe and (source := _source_of(module_name, module)) is not None:

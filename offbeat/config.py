@@ -64,7 +64,10 @@ MAX_THREADS = 1024
 def _option(
     default: Any, kind: Callable[[Any], Any], help: str, *, choices: tuple[str, ...] = ()
 ) -> Any:
-    return field(default=default, metadata={"kind": kind, "help": help, "choices": choices})
+    about = {"kind": kind, "help": help, "choices": choices}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=about)
+    return field(default=default, metadata=about)
 
 
 def whole(value: Any) -> int:
@@ -98,7 +101,21 @@ def yes_or_no(value: Any) -> bool:
     return value
 
 
+def settings(value: Any) -> dict[str, Any]:
+    """Values by their names: as they are, or as NAME=VALUE, one or several."""
+    if isinstance(value, Mapping):
+        return {str(name): each for name, each in value.items()}
+    found = {}
+    for part in [value] if isinstance(value, str) else value:
+        name, equals, each = part.partition("=")
+        if not equals or not name.strip():
+            raise ValueError
+        found[name.strip()] = each.strip()
+    return found
+
+
 KIND_NAMES = {
+    settings: "of the form NAME=VALUE",
     whole: "a whole number",
     number: "a number",
     text: "text",
@@ -126,6 +143,9 @@ class TrainConfig:
         "fashion-cnn",
         text,
         "a built-in recipe's name, package.module:attribute, or path/to/file.py:attribute",
+    )
+    set: Mapping[str, Any] = _option(
+        {}, settings, "NAME=VALUE, again and again: parameters of a recipe that is a function"
     )
     discipline: str = _option(
         "apply-reply",
@@ -448,13 +468,14 @@ def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            merged[key] = convert(key, value)
+            found = convert(key, value)
+            merged[key] = {**merged.get(key, {}), **found} if isinstance(found, dict) else found
     return TrainConfig(**merged).validated()
 
 
 def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What of `before` still holds beside what is `given`, also where that has another name."""
-    overruled = set(given)
+    overruled = {name for name in given if name != "set"}  # of which each layer says some
     for names in ({"steps", "epochs"}, {"clip_norm", "clip_value"}):
         if names & overruled:
             overruled |= names

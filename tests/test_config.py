@@ -17,6 +17,7 @@ def test_the_flags_are_frozen() -> None:
     """Whoever changes this list changes the interface: say so in the CHANGELOG."""
     assert list(options()) == [
         "recipe",
+        "set",
         "discipline",
         "servers",
         "workers",

@@ -31,8 +31,9 @@ from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, IterableDataset
 
 import offbeat
-from offbeat import SGD, Adagrad, Adam, AdamW, RMSprop
+from offbeat import SGD, Adagrad, Adam, AdamW, Recipe, RMSprop
 from offbeat.api import named
+from offbeat.cli import main
 from offbeat.config import DISCIPLINES, make_config
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
@@ -1385,6 +1386,64 @@ def test_a_script_that_nobody_can_import_again_gives_a_recipe_no_name(
     found, options = named(recipe, {"steps": 3})
     assert found == name
     assert options == ({"steps": 3, "engine": "inproc"} if name == "custom" else {"steps": 3})
+
+
+WITH_PARAMETERS = """
+import torch
+from torch import nn
+
+import offbeat
+
+def make(width: int, classes: int = 2) -> offbeat.Recipe:
+    def data(config):
+        x = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+        return (x, (x.sum(1) > 0).long()), (x, (x.sum(1) > 0).long())
+
+    return offbeat.Recipe(
+        model=lambda: nn.Sequential(nn.Linear(4, width), nn.Linear(width, classes)),
+        data=data,
+        loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        batch_size=10,
+    )
+"""
+
+
+@pytest.mark.parametrize("engine", ["inproc", "local"])
+def test_a_recipe_may_have_parameters(tmp_path: Path, run_dir: Path, engine: str) -> None:
+    file = tmp_path / "params.py"
+    file.write_text(WITH_PARAMETERS)
+    flags = ["--recipe", f"{file}:make", "--set", "width=3", "--set", "classes=4", "--quiet"]
+    flags += ["--engine", engine, "--run-dir", str(run_dir), "--steps", "2", "--device", "cpu"]
+    assert main(["train", *flags]) == 0
+    described = json.loads((run_dir / "config.json").read_text())
+    assert described["config"]["set"] == {"width": 3, "classes": 4}
+    assert offbeat.load(run_dir)["1.weight"].shape == (4, 3)
+    assert main(["eval", str(run_dir)]) == 0
+    assert main(["train", "--resume", str(run_dir), "--steps", "3", "--set", "classes=4"]) == 0
+    assert offbeat.load(run_dir)["1.weight"].shape == (4, 3)
+    again = ["--config", str(run_dir / "config.json"), "--set", "width=5"]
+    assert main(["train", *again, "--run-dir", str(tmp_path / "again")]) == 0
+    assert offbeat.load(tmp_path / "again")["1.weight"].shape == (4, 5)
+
+
+def test_python_takes_a_function_with_its_parameters(run_dir: Path) -> None:
+    def make(width: int) -> Recipe:
+        return toy_recipe(lambda: nn.Linear(6, width))
+
+    options = {"engine": "inproc", "quiet": True, "steps": 2}
+    with pytest.raises(RecipeError, match="custom needs a value for width: --set width=VALUE"):
+        offbeat.train(make, **options)
+    result = offbeat.train(make, set={"width": 5}, run_dir=run_dir, **options)
+    assert result.state_dict()["weight"].shape == (5, 6)
+    assert offbeat.evaluate(run_dir, recipe=make) == pytest.approx(result.test_accuracy)
+    again = offbeat.resume(run_dir, make, steps=3)
+    assert again.state_dict()["weight"].shape == (5, 6)
+
+
+@pytest.mark.parametrize("text", ["width", "=3"])
+def test_a_parameter_is_given_with_its_value(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--set", text]) == 2
+    assert "set must be of the form NAME=VALUE" in capsys.readouterr().err
 
 
 def test_a_recipe_that_was_found_in_a_file_is_named_by_the_file(

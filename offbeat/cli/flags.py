@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from offbeat.comparison import grid
-from offbeat.config import LAUNCH_OPTIONS, ROLES, options, texts, yes_or_no
+from offbeat.config import LAUNCH_OPTIONS, ROLES, options, settings, texts, yes_or_no
 from offbeat.data.catalog import DATASETS
 from offbeat.errors import ConfigError, nearest
 from offbeat.version import __version__
@@ -113,6 +113,12 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", metavar="LIST", type=kind, help=f"{text} (default: {shown})"
         )
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="NAME=LIST",
+        help="parameters of a recipe that is a function, each value in turn, as width=64,128",
+    )
     parser.add_argument(
         "--seeds",
         metavar="N",
@@ -429,7 +435,8 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers 
     ),
     "compare": (
         "train in several ways, and report which does best",
-        "Train a recipe in every combination of disciplines, workers, servers and seeds, one run "
+        "Train a recipe in every combination of disciplines, workers, servers, parameters and "
+        "seeds, one run "
         "after the other, and write a report.",
         _add_compare,
     ),
@@ -530,6 +537,9 @@ def _add_option(
     help_text = metadata["help"]
     if metadata["kind"] is yes_or_no:
         parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=help_text)
+        return
+    if metadata["kind"] is settings:
+        parser.add_argument(flag(name), action="append", metavar="NAME=VALUE", help=help_text)
         return
     if metadata["choices"]:
         help_text += f": {', '.join(metadata['choices'])}"

@@ -375,7 +375,10 @@ def job_from(told: Configure, *, with_data: bool, **local: Any) -> Job:
     given = {k: v for k, v in local.items() if v is not None}
     config: TrainConfig = make_config({**options, **given})
     job = rejoin_job(
-        config, load_recipe(config.recipe), Facts(**told.facts), {} if with_data else None
+        config,
+        load_recipe(config.recipe, given=config.set),
+        Facts(**told.facts),
+        {} if with_data else None,
     )
     difference = disagreement(told.agreement, job.agreement)
     if difference:

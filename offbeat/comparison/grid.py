@@ -1,4 +1,5 @@
-"""What a comparison compares: disciplines, numbers of workers and servers, and seeds.
+"""What a comparison compares: disciplines, numbers of workers and servers, parameters of the
+recipe, and seeds.
 
 Used by runs.py and by the command line, which tells what is wrong before torch is loaded.
 
@@ -8,10 +9,11 @@ Used by runs.py and by the command line, which tells what is wrong before torch 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from offbeat.config import (
     discipline_options,
     make_config,
     options,
+    settings,
 )
 from offbeat.disciplines import BUILT_IN
 from offbeat.errors import ConfigError, RunDirError
@@ -32,10 +35,10 @@ DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values())
 WORKERS = (1, 2)
 SERVERS = (1,)
 SEEDS = 3
-AXES = ("disciplines", "workers", "servers", "seeds")
+AXES = ("disciplines", "workers", "servers", "set", "seeds")
 NOT_FOR_A_GRID = (
     *("discipline", *(kind.options[0].flag for kind in BUILT_IN.values() if kind.options)),
-    *("workers", "servers", "run_dir"),
+    *("workers", "servers", "set", "run_dir"),
 )
 """Options of train that the axes stand in for: NAME:VALUE gives a discipline's first one."""
 KEEP_ALL = 1_000_000
@@ -54,17 +57,21 @@ class Cell:
     workers: int
     servers: int
     seed: int
+    set: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
         discipline = re.sub(r"[^\w.-]+", "-", self.discipline.rpartition("/")[2])
-        return f"{discipline}-{self.workers}w-{self.servers}s/seed-{self.seed}"
+        parts = [discipline, f"{self.workers}w", f"{self.servers}s"]
+        parts += [re.sub(r"[^\w.=-]+", "-", f"{name}={value}") for name, value in self.set]
+        return f"{'-'.join(parts)}/seed-{self.seed}"
 
     @property
     def words(self) -> str:
+        parameters = "".join(f", {name} {value}" for name, value in self.set)
         workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
         servers = f"{self.servers} server{'s' * (self.servers > 1)}"
-        return f"{self.discipline}, {workers}, {servers}, seed {self.seed}"
+        return f"{self.discipline}, {workers}, {servers}{parameters}, seed {self.seed}"
 
     def like(self, other: "Cell") -> bool:
         """Whether they differ in the seed only."""
@@ -82,6 +89,8 @@ class Grid:
     seeds: int = SEEDS
     options: Mapping[str, Any] = field(default_factory=dict)
     """train's other ones, as they were given."""
+    set: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values of the recipe's parameters, each in turn."""
     recipe_file: Mapping[str, Any] | None = None
     """Where the recipe was found, in a comparison that has begun."""
 
@@ -96,9 +105,14 @@ class Grid:
 
     def cells(self) -> list[Cell]:
         first = int(self.options.get("seed", 0))
+        chosen = [
+            tuple(zip(self.set, values, strict=True))
+            for values in itertools.product(*self.set.values())
+        ]
         return [
-            Cell(discipline, workers, servers, seed)
+            Cell(discipline, workers, servers, seed, parameters)
             for seed in range(first, first + self.seeds)
+            for parameters in chosen
             for servers in self.servers
             for workers in self.workers
             for discipline in self.disciplines
@@ -107,7 +121,7 @@ class Grid:
     def config(self, cell: Cell, out: Path) -> TrainConfig:
         """The configuration of a cell; a ConfigError where there can be no such run."""
         told = {"eval_skipped": True, **self.options, "recipe": self.recipe}
-        told |= dataclasses.asdict(cell)
+        told |= {**dataclasses.asdict(cell), "set": dict(cell.set)}
         if told["eval_skipped"]:
             told["keep"] = KEEP_ALL  # until they are scored
         kind = make_config({"discipline": cell.discipline, "workers": MANY_WORKERS}).chosen.kind
@@ -130,6 +144,7 @@ class Grid:
                 **axes,
                 seeds=found["seeds"],
                 options=found["options"],
+                set=found.get("set", {}),
                 recipe_file=found.get("recipe_file"),
             )
         except OSError as error:
@@ -163,12 +178,43 @@ def make_grid(
         k: str(v) if isinstance(v, Path) or v == math.inf else v for k, v in given_options.items()
     }
     recipe = plain.pop("recipe", None)
-    given: dict[str, Any] = {name: v if name == "seeds" else tuple(v) for name, v in axes.items()}
+    given: dict[str, Any] = {
+        name: v if name == "seeds" else tuple(v) for name, v in axes.items() if name != "set"
+    }
+    if parameters := {**in_turn(plain.pop("set", {})), **in_turn(axes.get("set", {}))}:
+        given["set"] = parameters
     if resumed is None:
         return Grid(recipe or TrainConfig().recipe, **given, options=plain)
     before = Grid.load(resumed)
     kept = {axis: getattr(before, axis) for axis in AXES}
     return merge(before, Grid(recipe or before.recipe, **{**kept, **given}, options=plain))
+
+
+def in_turn(given: Any) -> dict[str, tuple[Any, ...]]:
+    """The values of each parameter: one or several, of a flag as NAME=VALUE,VALUE."""
+    try:
+        found = settings(given)
+    except (TypeError, ValueError):
+        raise ConfigError(f"set must be of the form NAME=VALUE,VALUE, not {given!r}") from None
+    if not isinstance(given, Mapping):
+        found = {name: [part.strip() for part in text.split(",")] for name, text in found.items()}
+    return {
+        name: tuple(values) if isinstance(values, list | tuple) else (values,)
+        for name, values in found.items()
+    }
+
+
+def _more_values(before: Grid, given: Grid) -> dict[str, tuple[Any, ...]]:
+    """Of the same parameters; a cell of before must still be one."""
+    for name in given.set:
+        if name not in before.set:
+            raise ConfigError(
+                f"{name} was not set when the comparison began: begin another one, to compare it"
+            )
+    return {
+        name: tuple({str(v): v for v in (*given.set.get(name, ()), *values)}.values())
+        for name, values in before.set.items()
+    }
 
 
 def merge(before: Grid, given: Grid) -> Grid:
@@ -190,7 +236,10 @@ def merge(before: Grid, given: Grid) -> Grid:
     changed = {k: v for k, v in given.options.items() if k in MAY_DIFFER}
     seeds = max(before.seeds, given.seeds)
     merged = {**before.options, **changed}
-    return dataclasses.replace(before, **axes, seeds=seeds, options=merged, recipe_file=file)
+    parameters = _more_values(before, given)
+    return dataclasses.replace(
+        before, **axes, seeds=seeds, options=merged, set=parameters, recipe_file=file
+    )
 
 
 def _same_file(before: Grid, recipe: str) -> Mapping[str, Any] | None:
@@ -229,7 +278,10 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
     injected = {name: grid.options.get(name) for name in (*FAULT_OPTIONS, "engine")}
     most = max(grid.workers, default=1)
     make_config({k: v for k, v in injected.items() if v is not None}, {"workers": most})
-    for cell in grid.cells():
+    cells = grid.cells()
+    if len({cell.name for cell in cells}) < len(cells):
+        raise ConfigError("two values of a parameter have the same name: name one of them")
+    for cell in cells:
         try:
             configs[cell] = grid.config(cell, out)
         except ConfigError as error:

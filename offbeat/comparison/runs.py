@@ -1,4 +1,5 @@
-"""`compare(...)`: many disciplines, numbers of workers and servers, and seeds; one report.
+"""`compare(...)`: many disciplines, numbers of workers and servers, parameters of a recipe, and
+seeds; one report.
 
     offbeat.compare("fashion-cnn", disciplines=["sync", "lock-free"], workers=[1, 2], seeds=3)
 
@@ -23,7 +24,7 @@ from offbeat.config import TrainConfig
 from offbeat.engines.books import Books
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
-from offbeat.recipes.base import Recipe, RecipeFile, metric_name
+from offbeat.recipes.base import Recipe, RecipeFile, RecipeFunction, make_recipe, metric_name
 from offbeat.report.groups import Target
 from offbeat.report.summary import summarise
 from offbeat.report.write import write_report
@@ -46,11 +47,12 @@ class Comparison:
 
 
 def compare(
-    recipe: str | Recipe = "fashion-cnn",
+    recipe: str | Recipe | RecipeFunction = "fashion-cnn",
     *,
     disciplines: Sequence[str] | None = None,
     workers: Sequence[int] | None = None,
     servers: Sequence[int] | None = None,
+    set: Mapping[str, Any] | None = None,
     seeds: int | None = None,
     out: str | Path | None = None,
     target: Target | None = None,
@@ -59,8 +61,9 @@ def compare(
 ) -> Comparison:
     """Train `recipe` in every cell of the grid, and write OUT/report.html and OUT/report.md.
 
-    `seeds` is how many; `options` are train's other flags by name; what is not given is as in the
-    command. `target`: what is good enough, as 0.9, or ("top5", 0.9) by another metric. `resume`:
+    `set`: values of the recipe's parameters, as {"width": [64, 128]}. `seeds` is how many;
+    `options` are train's other flags by name; what is not given is as in the command. `target`:
+    what is good enough, as 0.9, or ("top5", 0.9) by another metric. `resume`:
     keep what has finished in `out`. A cell that fails is told in the result, and does not stop the
     others.
     """
@@ -68,7 +71,8 @@ def compare(
     if resume and out is None:
         raise ConfigError("resume goes on with a comparison: say in which folder it is (out)")
     name, options = named(recipe, options)
-    axes = {"disciplines": disciplines, "workers": workers, "servers": servers, "seeds": seeds}
+    axes: dict[str, Any] = {"disciplines": disciplines, "workers": workers, "servers": servers}
+    axes |= {"set": set, "seeds": seeds}
     grid = make_grid(
         {**options, "recipe": name},
         {axis: value for axis, value in axes.items() if value is not None},
@@ -82,7 +86,7 @@ def run_grid(
     grid: Grid,
     out: Path | None,
     target: Target | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | RecipeFunction | None = None,
     *,
     resume: bool = False,
     forks: ForkServer | None = None,
@@ -92,6 +96,8 @@ def run_grid(
     configs, left_out = check_grid(grid, out)
     kept = RecipeFile.kept(dataclasses.asdict(grid))
     found = find_again(grid.recipe, kept, recipe, is_given=False)
+    for config in configs.values():
+        _made(found, config)  # what is wrong with a parameter shows before anything runs
     grid = dataclasses.replace(grid, recipe_file=found.kept)
     _claim(out, resume=resume)
     folder = RunFolder(out)
@@ -234,6 +240,10 @@ def _by_reason(left_out: Mapping[Cell, str]) -> dict[str, list[str]]:
     return reasons
 
 
+def _made(found: Found, config: TrainConfig) -> Recipe:
+    return make_recipe(found.recipe, config.recipe, config.set)[0]
+
+
 def _leave_word(config: TrainConfig, found: Found, error: OffbeatError) -> None:
     """A run that did not even begin has no folder; the report is to know of it all the same."""
     path = Path(config.run_dir or "")
@@ -241,7 +251,8 @@ def _leave_word(config: TrainConfig, found: Found, error: OffbeatError) -> None:
         return
     shutil.rmtree(path, ignore_errors=True)
     folder = create_run_folder(config)
-    described = describe_run(config, recipe_file=found.kept, metric=metric_name(found.recipe))
+    metric = metric_name(_made(found, config))
+    described = describe_run(config, recipe_file=found.kept, metric=metric)
     folder.write_json(folder.config, described)
     Books(folder, lambda: 0.0).close("failed", [error])
 

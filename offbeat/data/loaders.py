@@ -50,7 +50,7 @@ from offbeat.data.batches import (
     own_part,
 )
 from offbeat.errors import DataError
-from offbeat.importing import FILE_PREFIX, import_file
+from offbeat.importing import IMPORTED, import_file
 from offbeat.place import Place, at, nobody, placed
 from offbeat.randomness import make_generator, make_seed
 
@@ -200,8 +200,7 @@ class Loaded(_OfLoader):
         """All that a sampler of the user's gives: the same to everybody, if it is to be cut."""
         whose = () if share.disjoint else (share.rank,)
         parts = [self._sampler, getattr(self._sampler, "sampler", None)]
-        own = [getattr(part, "generator", None) for part in parts]
-        with _drawing(make_seed(share.seed, "sampler", epoch, *whose, *self._salt), own):
+        with _drawing(make_seed(share.seed, "sampler", epoch, *whose, *self._salt), parts):
             _set_epoch(parts, epoch)
             if hasattr(self._sampler, "__len__"):
                 return iter(list(itertools.islice(self._sampler, len(self._sampler))))
@@ -273,25 +272,25 @@ def _set_epoch(parts: Iterable[Any], epoch: int) -> None:
 
 
 @contextlib.contextmanager
-def _drawing(seed: int, own: Iterable[Any]) -> Iterator[None]:
-    """In here random numbers are those of `seed`, wherever they come from: generators of its `own`,
-    torch's, NumPy's or Python's."""
-    generators = [each for each in own if isinstance(each, torch.Generator)]
+def _drawing(seed: int, parts: Iterable[Any]) -> Iterator[None]:
+    """In here random numbers are those of `seed`, wherever they come from: generators that samplers
+    have, or could have had, or those of torch, NumPy and Python."""
+    own = [part for part in parts if "generator" in getattr(part, "__dict__", ())]
     with _DRAWING, torch.random.fork_rng(devices=[]):
-        states = [each.get_state() for each in generators]
+        before = [part.generator for part in own]
         of_numpy, of_python = np.random.get_state(), random.getstate()
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        for each in generators:
-            each.manual_seed(seed)
+        for part in own:  # of its own, since other threads may draw from torch's
+            part.generator = torch.Generator().manual_seed(seed)
         try:
             yield
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
-            for each, state in zip(generators, states, strict=True):
-                each.set_state(state)
+            for part, generator in zip(own, before, strict=True):
+                part.generator = generator
 
 
 # -- copies of a loader, and their processes -------------------------------------------------------
@@ -313,6 +312,7 @@ def _copy_of(loader: DataLoader[Any], units: Any, here: Place, **changes: Any) -
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(made).update({name: units, "_iterator": None}, **changes)
     made.worker_init_fn = _ReaderStart(loader.worker_init_fn, here)
+    made.generator = make_generator("loader")  # nobody's draws from torch's own are disturbed
     if loader.num_workers and _start_method(loader) != "fork":
         vars(made)["dataset"] = _Shipped(loader.dataset)
     return made
@@ -364,11 +364,7 @@ class _Shipped:
         self._dataset = dataset
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        files = [
-            str(module.__file__)
-            for name, module in list(sys.modules.items())
-            if name.startswith(FILE_PREFIX)
-        ]
+        files = [str(path) for name, path in IMPORTED.items() if name in sys.modules]
         return _unpacked, (_Files(files), self._dataset)
 
 

@@ -1,8 +1,9 @@
 """What a recipe is, and how one is found by its name.
 
 A recipe is a model, its data, a loss, a metric, an optimizer and a schedule. The built-in ones have
-names; a user's own is `package.module:attribute` or `path/to/file.py:attribute`. A run keeps where
-that was found, so that it goes on from any folder.
+names; a user's own is `package.module:attribute` or `path/to/file.py:attribute`, which may also be
+a function that makes one (parameters.py). A run keeps where that was found, so that it goes on from
+any folder.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from offbeat.importing import import_file, import_module
 from offbeat.optim import SGD, Optimizer, Schedule, constant
 from offbeat.recipes.callbacks import Callback
 from offbeat.recipes.metrics import LOSS, Metric, check_metrics, direction_of
+from offbeat.recipes.parameters import Value, call_with, read_parameters
 
 BUILT_IN = {
     "alexnet": "offbeat.recipes.alexnet:recipe",
@@ -265,6 +267,10 @@ class RecipeFile:
         return f"the recipe's file {now.path} has changed since the start"
 
 
+RecipeFunction = Callable[..., Recipe]
+"""One with parameters."""
+
+
 def metric_name(recipe: Recipe) -> str:
     """Of what a run is judged by."""
     if recipe.metrics:
@@ -278,8 +284,34 @@ def directions(recipe: Recipe) -> dict[str, bool | None]:
     return {name: direction_of(name, function) for name, function in recipe.metrics.items()}
 
 
-def load_recipe(name: str, kept: RecipeFile | None = None) -> Recipe:
-    """The recipe called `name`, or a RecipeError of one line; `kept`: where it was found before."""
+def load_recipe(
+    name: str, kept: RecipeFile | None = None, given: Mapping[str, Any] | None = None
+) -> Recipe:
+    """The recipe called `name`, or a RecipeError of one line; `kept`: where it was found before;
+    `given`: the parameters of one that is a function."""
+    return make_recipe(find_recipe(name, kept), name, given or {})[0]
+
+
+def make_recipe(
+    found: "Recipe | RecipeFunction", name: str, given: Mapping[str, Any]
+) -> tuple[Recipe, dict[str, Value]]:
+    """A recipe that was found, or what a function makes; and the parameters as they were read."""
+    if isinstance(found, Recipe):
+        if given:
+            raise RecipeError(
+                f"{name} is a recipe and has no parameters: leave --set out, or make it a function "
+                f"that returns one"
+            )
+        return found, {}
+    values = read_parameters(found, name, given)
+    made = call_with(found, name, values)
+    if not isinstance(made, Recipe):
+        raise RecipeError(f"{name}() returned a {type(made).__name__}, not an offbeat.Recipe")
+    return made, values
+
+
+def find_recipe(name: str, kept: RecipeFile | None = None) -> "Recipe | RecipeFunction":
+    """The same, as it is there."""
     source, colon, attribute = name.rpartition(":")
     if not colon:
         if name.endswith(".py"):
@@ -298,10 +330,13 @@ def load_recipe(name: str, kept: RecipeFile | None = None) -> Recipe:
         known = [k for k, v in vars(module).items() if isinstance(v, Recipe)]
         hint = nearest(attribute, known) if known else "there is no recipe in it"
         raise RecipeError(f"{source} has no {attribute!r}; {hint}")
-    recipe = getattr(module, attribute)
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"{name} is a {type(recipe).__name__}, not an offbeat.Recipe")
-    return recipe
+    found = getattr(module, attribute)
+    if not isinstance(found, Recipe) and not callable(found):
+        raise RecipeError(
+            f"{name} is a {type(found).__name__}, not an offbeat.Recipe, nor a function that makes "
+            f"one"
+        )
+    return cast("Recipe | RecipeFunction", found)
 
 
 def locate(name: str, kept: RecipeFile | None = None) -> RecipeFile | None:

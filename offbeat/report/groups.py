@@ -96,7 +96,7 @@ def shortened(record: Record) -> Run:
     totals = record.totals()
     return Run(
         folder=record.folder,
-        config=record.config,
+        config=with_parameters(record.config),
         variant=record.variant,
         setup=setup_of(record),
         metric=record.metric,
@@ -117,6 +117,13 @@ def shortened(record: Record) -> Run:
         restarts=len(record.restarts),
         unreadable=record.unreadable,
     )
+
+
+def with_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's parameters as options of their own: they tell settings apart."""
+    parameters = config.get("set") or {}
+    others = {name: value for name, value in config.items() if name != "set"}
+    return others | {f"set {name}": value for name, value in parameters.items()}
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ def _figures(record: Record) -> Section:
         for name in options
         if record.config.get(name) is not None and name not in record.resolved
     ]
+    parameters = record.config.get("set") or {}
+    rows += [(f"--set {name}", str(value)) for name, value in parameters.items()]
     return Section("Figures", tables=(Table(("", "value"), tuple(rows)),))
 
 

@@ -109,7 +109,7 @@ def _generation(cluster: Cluster, role: str, index: int) -> int:
 
 def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
     described = folder.read_json(folder.config)
-    recipe = load_recipe(config.recipe, RecipeFile.kept(described))
+    recipe = load_recipe(config.recipe, RecipeFile.kept(described), config.set)
     needs = ["test" if role == "evaluator" else "train"]
     return rejoin_job(
         config,

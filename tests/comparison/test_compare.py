@@ -1,5 +1,6 @@
 """Comparisons: grids of runs, what they share, and what happens when some of them fail."""
 
+import copy
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import torch
 from helpers import toy_recipe
 
 import offbeat
+from offbeat import Recipe
 from offbeat.api import Result
 from offbeat.cli import main
 from offbeat.comparison import runs
@@ -49,6 +51,46 @@ def test_every_cell_is_run_and_reported(tmp_path: Path) -> None:
     assert "8 runs: sync, lock-free in 2 settings, 2 seeds." in text
     for name in done.summaries:
         assert name in text and (tmp_path / "c" / name / "config.json").exists()
+
+
+def of_width(width: int = 4) -> Recipe:
+    layers = (torch.nn.Linear(6, width), torch.nn.Linear(width, 3))
+    return toy_recipe(lambda: torch.nn.Sequential(*copy.deepcopy(layers)))
+
+
+def test_parameters_of_a_recipe_are_an_axis(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    small = {**SMALL, "workers": [1], "seeds": 1, "steps": 2}
+    done = offbeat.compare(of_width, set={"width": [4, 8]}, out=out, **small)
+    assert sorted(done.summaries) == [
+        f"{discipline}-1w-1s-width={width}/seed-0"
+        for discipline in ("lock-free", "sync")
+        for width in (4, 8)
+    ]
+    text = (out / "report.md").read_text()
+    assert "in 2 settings" in text and "1 worker, 1 server, set width 8" in text
+    kept = json.loads((out / "sync-1w-1s-width=8" / "seed-0" / "config.json").read_text())
+    assert kept["config"]["set"] == {"width": 8}
+    more = offbeat.compare(of_width, set={"width": ["8", "16"]}, out=out, resume=True)
+    assert len(more.summaries) == 6
+    with pytest.raises(ConfigError, match="depth was not set when the comparison began"):
+        offbeat.compare(of_width, set={"depth": [1]}, out=out, resume=True)
+    with pytest.raises(RecipeError, match="no parameter 'widht'; did you mean 'width'"):
+        offbeat.compare(of_width, set={"widht": 3}, out=tmp_path / "d", **small)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_flag_has_the_values_of_a_parameter_in_turn() -> None:
+    given = make_grid({}, {"set": ["width=4, 8", "name=x"], "seeds": 1, "workers": [1]})
+    assert given.set == {"width": ("4", "8"), "name": ("x",)}
+    assert [cell.set for cell in given.cells()[::5]] == [
+        (("width", "4"), ("name", "x")),
+        (("width", "8"), ("name", "x")),
+    ]
+    from_file = make_grid({"set": {"width": [4, 8], "depth": 2}}, {"set": ["width=16"]})
+    assert from_file.set == {"width": ("16",), "depth": (2,)}
+    with pytest.raises(ConfigError, match=r"set must be of the form NAME=VALUE,VALUE, not"):
+        make_grid({}, {"set": ["width"]})
 
 
 def test_with_the_same_seed_weights_and_data_are_the_same(tmp_path: Path) -> None:

@@ -355,10 +355,10 @@ def test_streams_of_all_workers_cover_everything() -> None:
     ],
 )
 def test_test_data_is_gone_through_in_order_each_example_once(loader: Any) -> None:
-    source = make_source(loader, "test")
+    source, before = make_source(loader, "test"), torch.get_rng_state()
     batches = [batch[0] if isinstance(batch, list) else batch for batch in source.in_order(500)]
     assert [int(n) for batch in batches for n in batch] == list(range(NUM))
-    assert len(batches[0]) == 5
+    assert len(batches[0]) == 5 and torch.equal(before, torch.get_rng_state()), "others may draw"
     assert source.first(2) is not None and not multiprocessing.active_children()
 
 

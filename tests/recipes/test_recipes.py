@@ -1,10 +1,14 @@
 """The built-in recipes: their size, their data, and what they reach."""
 
+import ast
 import dataclasses
 import gzip
 import re
 import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +18,137 @@ from torch.nn import functional as F
 import offbeat
 from offbeat.config import make_config
 from offbeat.errors import RecipeError
+from offbeat.importing import FILE_PREFIX
 from offbeat.recipes import fashion_cnn, mnist_sigmoid
-from offbeat.recipes.base import BUILT_IN, Recipe, load_recipe
+from offbeat.recipes.base import BUILT_IN, Recipe, load_recipe, make_recipe
 
 
 def num_parameters(recipe: Recipe) -> int:
     return sum(p.numel() for p in recipe.model().parameters())
+
+
+PACKAGE = {
+    "pkg/__init__.py": "WIDTH = 5",
+    "pkg/model.py": "import torch\nfrom . import WIDTH\nmodel = lambda: torch.nn.Linear(WIDTH, 2)",
+    "pkg/deep/__init__.py": "",
+    "pkg/deep/own.py": """
+import offbeat
+import beside
+from ..model import model
+from .loss import loss
+
+recipe = offbeat.Recipe(model=model, data=beside.data, loss=loss)
+""",
+    "pkg/deep/loss.py": "loss = lambda model, batch: model(batch[0]).sum()",
+    "pkg/deep/beside.py": "data = lambda config: (None, None)",
+    "plain/own.py": "from .model import model\nimport offbeat\n"
+    "recipe = offbeat.Recipe(model=model, data=model, loss=model)",
+    "plain/model.py": "model = lambda: None",
+    "broken/own.py": "from .nowhere import model",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in PACKAGE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith(FILE_PREFIX)]:
+        del sys.modules[name]
+
+
+def test_a_recipes_file_may_import_from_its_package(package: Path) -> None:
+    recipe = load_recipe(f"{package}/pkg/deep/own.py:recipe")
+    assert recipe.model().in_features == 5
+    assert load_recipe(f"{package}/pkg/deep/own.py:recipe") is not recipe, "the file is read anew"
+    assert isinstance(load_recipe(f"{package}/plain/own.py:recipe"), Recipe)
+    with pytest.raises(
+        RecipeError, match=r"importing .*own.py failed: ModuleNotFoundError: No mod"
+    ):
+        load_recipe(f"{package}/broken/own.py:recipe")
+
+
+# -- with parameters -------------------------------------------------------------------------------
+
+
+def with_parameters(
+    width: int,
+    depth=2,
+    rate: float | None = None,
+    wide: bool = False,
+    name: "str" = "x",
+    anything=None,
+    when: "Unknown" = 3,  # noqa: F821
+) -> Recipe:
+    return toy_recipe(log_line=lambda log: repr((width, depth, rate, wide, name, anything, when)))
+
+
+def read(**given: Any) -> tuple[Any, ...]:
+    recipe, _ = make_recipe(with_parameters, "with_parameters", {"width": "1", **given})
+    return ast.literal_eval(recipe.log_line(None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "expected"),
+    [
+        ({"width": "128"}, 0, 128),
+        ({"width": 128}, 0, 128),
+        ({"depth": "3"}, 1, 3),
+        ({"rate": "3"}, 2, 3.0),
+        ({"rate": "none"}, 2, None),
+        ({"rate": 1}, 2, 1.0),
+        ({"wide": "true"}, 3, True),
+        ({"wide": "0"}, 3, False),
+        ({"name": "12"}, 4, "12"),
+        ({"anything": "12"}, 5, 12),
+        ({"anything": "1e-3"}, 5, 0.001),
+        ({"anything": "adam"}, 5, "adam"),
+        ({"anything": False}, 5, False),
+        ({"when": "4"}, 6, 4),
+    ],
+)
+def test_parameters_are_read_as_what_they_are(given: Any, place: int, expected: Any) -> None:
+    found = read(**given)[place]
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"widht": 3}, "has no parameter 'widht'; did you mean 'width'?"),
+        ({"width": "wide"}, "the parameter width must be a whole number, not 'wide'"),
+        ({"width": True}, "width must be a whole number, not True"),
+        ({"width": "3.5"}, "width must be a whole number"),
+        ({"depth": "two"}, "depth must be a whole number"),
+        ({"rate": "fast"}, "rate must be none or a number, not 'fast'"),
+        ({"rate": "nan"}, "rate must be none or a number"),
+        ({"wide": "maybe"}, "wide must be true or false"),
+        ({"anything": [1]}, r"anything must be none or .* or text, not \[1\]"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_one_clear_line(given: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message.replace("?", r"\?")):
+        read(**given)
+
+
+def test_what_is_no_recipe_with_parameters_says_so() -> None:
+    with pytest.raises(RecipeError, match=r"make needs a value for width: --set width=VALUE"):
+        make_recipe(with_parameters, "make", {})
+    with pytest.raises(RecipeError, match=r"f has no parameter 'x'; it takes none"):
+        make_recipe(toy_recipe_of_none, "f", {"x": 1})
+    with pytest.raises(RecipeError, match=r"f\(\) returned a int, not an offbeat.Recipe"):
+        make_recipe(lambda: 3, "f", {})  # type: ignore[arg-type, return-value]
+    with pytest.raises(RecipeError, match="the recipe f could not be made: ZeroDivisionError"):
+        make_recipe(lambda: 1 / 0, "f", {})  # type: ignore[arg-type, return-value]
+    with pytest.raises(RecipeError, match="fashion-cnn is a recipe and has no parameters"):
+        load_recipe("fashion-cnn", given={"width": 3})
+
+
+def toy_recipe_of_none() -> Recipe:
+    return toy_recipe()
 
 
 def test_every_built_in_name_leads_to_a_recipe() -> None:
