@@ -9,7 +9,7 @@ import torch
 import offbeat
 
 
-def data(config):  # -> training data, test data: tensors or any torch Dataset
+def data(config):  # -> training data, test data: tensors, any torch Dataset or DataLoader
     x = torch.randn(4000, 2, generator=torch.Generator().manual_seed(config.seed))
     y = (x.norm(dim=1) > 1.2).long()  # inside a circle, or outside of it
     return (x[:3000], y[:3000]), (x[3000:], y[3000:])

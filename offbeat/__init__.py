@@ -70,7 +70,7 @@ _HOME = {
     "schedule": "schedules",
     "step_decay": "optim",
     "train": "api",
-    "world_size": "loops.distribute",
+    "world_size": "place",
 }
 
 __all__ = [

@@ -406,7 +406,7 @@ def test_the_rate_goes_with_the_number_of_workers(
 
 
 def test_a_rate_that_is_torchs_own_is_scaled_too() -> None:
-    assert Optimizer(kind="NAdam", options={}).scaled(3.0).options["lr"] == 0.002 * 3.0
+    assert offbeat.optimizer("NAdam").scaled(3.0).options["lr"] == 0.002 * 3.0
 
 
 def test_fused_comes_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1355,9 +1355,11 @@ def test_a_master_that_fails_lets_the_servers_go(tmp_path: Path) -> None:
 
 
 def test_train_takes_recipes_and_names_only() -> None:
-    for wrong in (5, None, toy_model):
-        with pytest.raises(RecipeError, match="train takes a Recipe or the name of one"):
+    for wrong in (5, None):
+        with pytest.raises(RecipeError, match="train takes a Recipe, a function that makes one"):
             offbeat.train(wrong)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"toy_model\(\) returned a Sequential, not an offbeat"):
+        offbeat.train(toy_model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

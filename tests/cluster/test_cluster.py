@@ -337,7 +337,9 @@ def test_a_recipe_that_differs_between_machines_is_named(
     with cluster(tmp_path, servers=1, workers=2) as made:
         made.start_servers()
         monkeypatch.setattr(
-            bootstrap, "load_recipe", lambda name: toy_recipe(model=lambda: torch.nn.Linear(6, 3))
+            bootstrap,
+            "load_recipe",
+            lambda name, **more: toy_recipe(model=lambda: torch.nn.Linear(6, 3)),
         )
         master = made.start_master()
         with pytest.raises(OffbeatError, match=r"not the master's: the model has 0.weight"):

@@ -108,11 +108,11 @@ def test_a_process_makes_no_data_for_nothing() -> None:
     job = toy_job(recipe)
     shared = {"test": make_source(toy_data(), "test")}
     calls.clear()
-    of_evaluator = rejoin_job(job.config, recipe, job.facts, shared, ["test"])
+    of_evaluator = rejoin_job(job.config, recipe, job.facts, shared, needs=["test"])
     assert of_evaluator.test is shared["test"] and not calls
-    of_worker = rejoin_job(job.config, recipe, job.facts, {"train": job.train}, ["train"])
+    of_worker = rejoin_job(job.config, recipe, job.facts, {"train": job.train}, needs=["train"])
     assert of_worker.train is job.train and not calls
-    rejoin_job(job.config, recipe, job.facts, shared, ["train"])
+    rejoin_job(job.config, recipe, job.facts, shared, needs=["train"])
     assert calls == [1]
 
 
