@@ -1410,7 +1410,7 @@ def make(width: int, classes: int = 2) -> offbeat.Recipe:
 """
 
 
-@pytest.mark.parametrize("engine", ["inproc", "local"])
+@pytest.mark.parametrize("engine", ["inproc", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_recipe_may_have_parameters(tmp_path: Path, run_dir: Path, engine: str) -> None:
     file = tmp_path / "params.py"
     file.write_text(WITH_PARAMETERS)

@@ -364,7 +364,8 @@ class _Shipped:
         self._dataset = dataset
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        files = [str(path) for name, path in IMPORTED.items() if name in sys.modules]
+        here = [path for name, path in IMPORTED.items() if name in sys.modules]
+        files = [str(path) for path in here if path.is_file()]  # one that is gone is another run's
         return _unpacked, (_Files(files), self._dataset)
 
 

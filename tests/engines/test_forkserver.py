@@ -239,6 +239,7 @@ def test_a_child_of_a_fork_server_that_is_gone_can_be_killed(start: Start, own: 
     assert start(server=own).running is None
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_hangs_is_replaced(
     start: Start, own: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +339,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_run_whose_fork_server_is_killed_ends_well(run: Callable[..., LocalRun]) -> None:
     """Also where nobody may be started again: who leaves in order says so."""
     going = run("--steps", "2000", "--max-restarts", "0")

@@ -117,7 +117,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     start: Start, number: signal.Signals, servers: str
 ) -> None:
     """With batch norm, dropout, augmentation, Adam and a moving average, to the bit."""
-    flags = ("--discipline", "sync", "--servers", servers, "--steps", "800", "--eval-every", "300")
+    flags = ("--discipline", "sync", "--servers", servers, "--steps", "400", "--eval-every", "150")
     run = start(*flags, recipe="dropout")
     run.wait_for_steps(100)
     began = time.monotonic()
@@ -127,7 +127,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     assert leftovers(run.run_dir) == []
     assert run.summary()["status"] == "interrupted"
     version = newest_checkpoint(run.run_dir / "checkpoints").version
-    assert 100 <= version < 800
+    assert 100 <= version < 400
     assert "offbeat train --resume" in run.text()
 
     whole = start(*flags, recipe="dropout", run="whole")
@@ -136,7 +136,7 @@ def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     assert_same(offbeat.load(run.run_dir), offbeat.load(whole.run_dir))
     assert_same(offbeat.load(run.run_dir, ema=True), offbeat.load(whole.run_dir, ema=True))
     assert run.summary()["test_accuracy"] == whole.summary()["test_accuracy"]
-    assert run.summary()["updates"] == 800
+    assert run.summary()["updates"] == 400
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(start: Start) -> None:
 def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     start: Start, discipline: str
 ) -> None:
-    run = start("--steps", "8000", "--workers", "3", "--discipline", discipline)
+    run = start("--steps", "4000", "--workers", "3", "--discipline", discipline)
     run.wait_for_steps(100, 0, 1, 2)
     before = run.num_steps(0)
     run.kill("worker --index 1")
@@ -219,7 +219,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     assert "worker 1 was killed by SIGKILL: starting it again (1 of 3)" in run.text()
     assert "process" in run.text(), "its last words are shown"
     assert {push["incarnation"] for push in run.events("push") if push["worker"] == 1} == {0, 1}
-    assert_every_gradient_counted_once(run, 3, 8000)
+    assert_every_gradient_counted_once(run, 3, 4000)
     assert run.summary()["restarts"] == 1
     assert run.summary()["lost_updates"] == 0
 

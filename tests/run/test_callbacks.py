@@ -251,6 +251,7 @@ def test_a_failure_is_told_as_the_end_with_its_reason(run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("often")
+@pytest.mark.slow
 def test_processes_are_told_of_too_also_when_one_dies(run_dir: Path) -> None:
     recorder = Recorder()
     result = train("toy:recipe", run_dir, recorder, engine="local", kill_worker="1@20", quiet=True)
