@@ -186,6 +186,8 @@ def evaluate(
     `recipe`: the same one, where it is not to be found where it was."""
     folder = RunFolder(Path(run_dir))
     config, described = folder.read_config()
+    if "script" in described:
+        raise ConfigError(f"{run_dir} was launched: its script is what scores it")
     config = dataclasses.replace(
         config,
         data_dir=data_dir or config.data_dir,
@@ -371,6 +373,8 @@ def resume_config(
         raise ConfigError("a run that goes on has weights of its own: leave init out")
     folder = RunFolder(run_dir)
     before, described = folder.read_config()
+    if "script" in described:
+        raise ConfigError(f"{run_dir} was launched: go on with offbeat launch --resume {run_dir}")
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
     _check(config, endpoint)

@@ -532,9 +532,14 @@ def with_numbers(options: Mapping[str, Any], numbers: Iterable[float]) -> dict[s
     def renewed(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(renewed(part) for part in value)
-        return type(value)(next(given)) if is_number(value) else value
+        return _like(value, next(given)) if is_number(value) else value
 
     return {name: renewed(options[name]) for name in sorted(options)}
+
+
+def _like(value: float, number: float) -> float:
+    """Whole where it was, as far as it still is."""
+    return int(number) if isinstance(value, int) and number.is_integer() else number
 
 
 def is_number(value: object) -> bool:

@@ -161,6 +161,9 @@ class _Replay:
 
     def at(self, version: int) -> list[dict[str, Any]]:
         index = self._schedule.index(version)
+        last = getattr(self._scheduler, "total_steps", None)
+        if last is not None:  # a run may be longer than it was thought to be
+            index = min(index, last - 1)
         if index < self._index:
             self._begin()
         while self._index < index:

@@ -33,6 +33,7 @@ from offbeat.cli.flags import flag, make_parser, unknown
 from offbeat.cluster.hosts import Hosts, Task, find_hosts
 from offbeat.comparison import grid
 from offbeat.config import (
+    LAUNCH_OPTIONS,
     LOCAL_OPTIONS,
     ROLES,
     make_config,
@@ -126,6 +127,8 @@ def _train(known: argparse.Namespace) -> int:
 def _launch(known: argparse.Namespace) -> int:
     from_file, given = _read_config(known)
     given = {**from_file, **given}
+    for name in given.keys() - set(LAUNCH_OPTIONS):
+        raise ConfigError(f"{name} is for recipes: in a launched run that is the script's own")
     if (known.script is None) == (known.resume is None):
         raise ConfigError(
             "launch takes a script, as offbeat launch --workers 4 train.py, or --resume RUN"

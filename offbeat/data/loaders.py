@@ -134,6 +134,7 @@ class Loaded(_OfLoader):
 
     def __init__(self, loader: DataLoader[Any], tell: Tell = lambda line: None) -> None:
         super().__init__(loader, tell)
+        self.sampler: Any = loader.sampler
         self._sampler: Any = loader.sampler
         if self.own_batches and loader.batch_sampler is not None:
             self._sampler = loader.batch_sampler
@@ -200,13 +201,14 @@ class Loaded(_OfLoader):
         """All that a sampler of the user's gives: the same to everybody, if it is to be cut."""
         whose = () if share.disjoint else (share.rank,)
         parts = [self._sampler, getattr(self._sampler, "sampler", None)]
-        with _drawing(make_seed(share.seed, "sampler", epoch, *whose, *self._salt), parts):
+        seed = make_seed(share.seed, "sampler", epoch, *whose, *self._salt)
+        with at(Place()), _drawing(seed, parts):  # one that asks is not to cut it as well
             _set_epoch(parts, epoch)
             if hasattr(self._sampler, "__len__"):
                 return iter(list(itertools.islice(self._sampler, len(self._sampler))))
             endless = iter(self._sampler)
             begun = list(itertools.islice(endless, 1))
-        return itertools.chain(begun, endless)
+        return itertools.chain(begun, placed(endless, Place()))
 
 
 class LoadedStream(_OfLoader):
@@ -256,6 +258,11 @@ def _kind_of(sampler: Any) -> tuple[bool, bool]:
     if isinstance(sampler, DistributedSampler):  # which leaves to each its part: done here
         return sampler.shuffle, True
     return False, isinstance(sampler, SequentialSampler)
+
+
+def is_cut_twice(source: Source) -> bool:
+    """Whether a DistributedSampler is to leave each its part, which is done here."""
+    return isinstance(source, Loaded) and isinstance(source.sampler, DistributedSampler)
 
 
 def _batched(units: Iterator[Any], size: int | None, drop_last: bool = False) -> Iterator[Any]:

@@ -57,6 +57,12 @@ def describe_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Descrip
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelError(f"distribute takes one of torch's optimizers, not a {type(optimizer)}")
     manifest = describe(model, anywhere=True)
+    missing = set(option_names(optimizer)) - set(optimizer.param_groups[0])
+    if missing and getattr(torch.optim, type(optimizer).__name__, None) is not type(optimizer):
+        raise ModelError(
+            f"the servers cannot know the optimizer's option {min(missing)}: an optimizer of your "
+            f"own keeps its options in its parameter groups"
+        )
     first, *others = [options_of(optimizer, group) for group in optimizer.param_groups]
     return Description(
         manifest=manifest,

@@ -8,8 +8,7 @@ from offbeat.flat import Manifest
 from offbeat.loops.description import Description
 from offbeat.optim import SGD, numbers_of
 from offbeat.recipes.base import Recipe
-from offbeat.run.job import Facts, Job
-from offbeat.shard import partition
+from offbeat.run.job import Facts, Job, cut_slices, needs_whole_tensors
 
 CHECKPOINT_EVERY = 1000
 """Updates, where nobody says otherwise: what an epoch is the script alone knows."""
@@ -28,14 +27,15 @@ def make_loop_job(config: TrainConfig, description: Description | None) -> Job:
     optimizer = SGD()
     if description is not None:
         manifest, optimizer = description.manifest, description.optimizer
-    slices = () if description is None else partition(manifest.num_elements, config.servers)
+    is_known = description is not None
+    whole = is_known and needs_whole_tensors(config, optimizer, manifest)
     return Job(
         config=config,
         recipe=_RECIPE,
         optimizer=optimizer,
         manifest=manifest,
-        slices=tuple(slices),
-        facts=_facts(config),
+        slices=cut_slices(manifest, config.servers, whole=whole) if is_known else (),
+        facts=dataclasses.replace(_facts(config), whole_tensors=whole),
         num_rates=sum(len(numbers_of(member.options)) for member in optimizer.members),
     )
 

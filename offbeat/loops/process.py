@@ -34,6 +34,7 @@ def run_process(
 ) -> None:
     """Be `role` number `index` of the run in `config.run_dir`, until it is over."""
     with logged(config, role, index) as (folder, log):
+        sys.path.insert(0, str(Path(script["file"]).parent))
         if role == "ps":
             description = Description.wait_for(folder, control.stop)
             run_in_folder(make_loop_job(config, description), folder, role, index, log, control)
@@ -114,7 +115,6 @@ def _execute(script: Mapping[str, Any]) -> None:
     """As `python FILE ARGUMENTS` would; an exit that is none of a failure is an end."""
     file = str(script["file"])
     sys.argv = [file, *script["arguments"]]
-    sys.path.insert(0, str(Path(file).resolve().parent))
     try:
         runpy.run_path(file, run_name="__main__")
     except StoppedError:

@@ -119,7 +119,9 @@ def _learning(record: Record) -> Section:
         times = [start_s - first_s for start_s in worker.start_s]
         points = binned(times, worker.losses, record.train_time_s)
         lines.append(Line(f"worker {rank}", rank, tuple((t, mean) for t, mean, _ in points)))
-    plots.append(LinePlot("training loss over time", "s of training", "loss", tuple(lines), marks))
+    if any(line.points for line in lines):
+        of_loss = tuple(lines)
+        plots.append(LinePlot("training loss over time", "s of training", "loss", of_loss, marks))
     text = f"The loss is averaged over {NUM_BINS} stretches of the run."
     return Section("How it learned", text, plots=tuple(plots))
 
@@ -145,6 +147,8 @@ def binned(
     width = length / NUM_BINS or 1.0
     within: dict[int, list[float]] = {}
     for x, y in zip(xs, ys, strict=True):
+        if math.isnan(y):  # not known
+            continue
         within.setdefault(min(NUM_BINS - 1, max(0, int(x / width))), []).append(y)
     return [
         ((index + 0.5) * width, math.fsum(values) / len(values), max(values))

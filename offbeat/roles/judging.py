@@ -55,8 +55,8 @@ def make_referee(
 
 
 def past_scores(events: Path) -> Iterator[tuple[int, float]]:
-    """What was scored so far, as it is written down."""
-    for event in read_events(events, "evaluator*"):
-        if event["kind"] == "score":
-            metric = event["metric"]
-            yield event["version"], math.nan if metric is None else float(metric)
+    """What was scored so far, in the order of versions: skipped ones were scored last."""
+    scores = [event for event in read_events(events, "evaluator*") if event["kind"] == "score"]
+    for event in sorted(scores, key=lambda event: int(event["version"])):
+        metric = event["metric"]
+        yield event["version"], math.nan if metric is None else float(metric)

@@ -43,6 +43,7 @@ from offbeat.data.batches import (
     prepared_ahead,
     to_device,
 )
+from offbeat.data.loaders import is_cut_twice
 from offbeat.data.sources import make_source
 from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.errors import (
@@ -417,7 +418,8 @@ class Job:
     def _drafts(self, source: Source, rank: int, start: int) -> Generator[StepBatch, None, None]:
         """Of which batches are made, each in the place of its batch."""
         config, share = self.config, self.share(rank)
-        number, epoch, first = source.find(share, self._batches_before(rank, start))
+        before = self._batches_before(source.num_batches(share), start)
+        number, epoch, first = (0, 0, 0) if before is None else source.find(share, before)
         step = start if number else 0
         last_step, last_epoch = config.steps or math.inf, config.epochs or math.inf
         if self.facts.elastic:  # a server says when it is enough
@@ -440,12 +442,14 @@ class Job:
             epoch += 1
             first = 0
 
-    def _batches_before(self, rank: int, step: int) -> int:
-        """How many batches worker `rank` has gone through before it begins with `step`."""
-        steps, batches = self.steps_per_epoch(rank), self._batches_per_epoch(rank)
-        if steps is None or batches is None:
-            return step
-        return step // steps * batches + step % steps * self.config.accumulate
+    def _batches_before(self, per_epoch: int | None, step: int) -> int | None:
+        """How many batches a worker that has so many in an epoch has gone through before it begins
+        with `step`; None: it has to count them."""
+        several = self.config.accumulate
+        if per_epoch is None:
+            return step if several == 1 else None
+        steps = -(-per_epoch // several)
+        return step // steps * per_epoch + step % steps * several
 
     def share(self, rank: int) -> Share:
         """What worker `rank` goes through."""
@@ -574,6 +578,11 @@ def make_job(
     asked_rank = Asked()
     train, test = _load_data(config, recipe, asked=asked_rank)
     by_rank = bool(asked_rank)
+    if by_rank and is_cut_twice(train):
+        raise ConfigError(
+            "the DataLoader has a DistributedSampler, and its shares are cut here: give it no "
+            "offbeat.rank(), or no DistributedSampler"
+        )
     config = dataclasses.replace(config, batch_size=_resolve_batch_size(asked, config, train))
     num_examples = None if by_rank else train.num_examples
     if num_examples is not None and num_examples < config.workers:
@@ -598,7 +607,7 @@ def make_job(
         engine=engine,
         higher_is_better=directions(recipe).get(metric_name(recipe)),
         crews=crews,
-        whole_tensors=_needs_whole_tensors(config, optimizer, manifest),
+        whole_tensors=needs_whole_tensors(config, optimizer, manifest),
     )
     job = _cut(config, recipe, manifest, facts)
     job = dataclasses.replace(job, train=train, test=test, initial=initial)
@@ -698,13 +707,16 @@ def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) 
         recipe=recipe,
         optimizer=_resolve_optimizer(config, recipe),
         manifest=manifest,
-        slices=tuple(
-            partition_tensors(manifest, config.servers)
-            if facts.whole_tensors
-            else partition(manifest.num_elements, config.servers)
-        ),
+        slices=cut_slices(manifest, config.servers, whole=facts.whole_tensors),
         facts=facts,
     )
+
+
+def cut_slices(manifest: Manifest, servers: int, *, whole: bool) -> tuple[tuple[int, int], ...]:
+    """What each server has of the flat vector; `whole`: cut between tensors."""
+    if whole:
+        return tuple(partition_tensors(manifest, servers))
+    return tuple(partition(manifest.num_elements, servers))
 
 
 def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
@@ -717,7 +729,7 @@ def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
     return optimizer if factor == 1 else optimizer.scaled(factor)
 
 
-def _needs_whole_tensors(config: TrainConfig, optimizer: Optimizer, manifest: Manifest) -> bool:
+def needs_whole_tensors(config: TrainConfig, optimizer: Optimizer, manifest: Manifest) -> bool:
     """Whether the slices are cut between tensors, which the optimizer may need."""
     reach = reach_of(optimizer)
     if reach > Reach.ELEMENT and config.partition == ELEMENTS:
@@ -858,10 +870,11 @@ def _updates_per_epoch(job: Job) -> int:
     counts, num_examples = job.facts.num_batches, job.facts.num_examples
     if counts is None:
         return 0
-    num_batches = sum(counts) if job.config.split == "disjoint" else counts[0]
+    steps = [-(-count // job.config.accumulate) for count in counts]
+    num_steps = sum(steps) if job.config.split == "disjoint" else steps[0]
     if num_examples is not None:
-        num_batches = -(-num_examples // job.step_size)
-    return max(1, num_batches // job.make_discipline().gradients_per_update)
+        num_steps = -(-num_examples // job.step_size)
+    return max(1, num_steps // job.make_discipline().gradients_per_update)
 
 
 def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -206,7 +206,10 @@ def group_of(run: Start) -> str:
     """Runs that differ in their seed only have the same."""
     config = run.config
     recipe = Path(config["recipe"]).name
-    return f"{recipe} {config['discipline']} {config['workers']}w {config['servers']}s"
+    asked = {name: config.get(name) for name in ("staleness", "backup_workers")}
+    more = {**asked, **(config.get("set") or {})}
+    told = "".join(f" {name}={value}" for name, value in more.items() if value)
+    return f"{recipe} {config['discipline']} {config['workers']}w {config['servers']}s{told}"
 
 
 def _may_log_in() -> bool:

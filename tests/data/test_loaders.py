@@ -20,6 +20,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -469,3 +470,46 @@ def test_readers_of_a_worker_that_is_killed_die_with_it(
     readers = {int(path.name) for path in notes.iterdir()}
     assert len(readers) >= 3
     assert not readers & {pid for pid, _, _ in processes()}
+
+
+def test_a_sampler_that_knows_its_worker_is_not_cut_twice() -> None:
+    data = TensorDataset(torch.arange(40.0))
+    loader = DataLoader(data, batch_size=2, sampler=offbeat.Sampler(data))
+    job = toy_job(toy_recipe(data=lambda config: (loader, None)), workers=2, epochs=1)
+    seen = [[int(x) for _, (batch,) in job.batches(rank) for x in batch] for rank in range(2)]
+    assert [len(part) for part in seen] == [20, 20]
+    assert sorted(seen[0] + seen[1]) == list(range(40))
+
+
+def test_a_distributed_sampler_by_rank_is_refused() -> None:
+    data = TensorDataset(torch.arange(40.0))
+
+    def cut(config: Any) -> Any:
+        sampler = DistributedSampler(data, offbeat.world_size(), offbeat.rank())
+        return DataLoader(data, batch_size=2, sampler=sampler), None
+
+    with pytest.raises(ConfigError, match="its shares are cut here"):
+        toy_job(toy_recipe(data=cut), workers=2)
+
+
+class Uncounted(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+@pytest.mark.parametrize("sampler", [Uncounted(), None], ids=["uncounted", "counted"])
+def test_steps_of_several_batches_go_on_where_they_were(sampler: Any) -> None:
+    data = TensorDataset(torch.arange(40.0))
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    recipe = toy_recipe(data=lambda config: (loader, None))
+    job = toy_job(recipe, workers=1, steps=9, accumulate=4)
+    whole = [b.tolist() for _, (b,) in job.batches(0)]
+    assert [b.tolist() for _, (b,) in job.batches(0, 3)] == whole[12:]
+
+
+def test_scores_come_with_the_updates_of_an_epoch() -> None:
+    data = TensorDataset(*toy_data())
+    batches = BatchSampler(SequentialSampler(data), 12, drop_last=False)  # 20 of them
+    loader = DataLoader(data, batch_sampler=batches)
+    recipe = toy_recipe(data=lambda config: (loader, data))
+    assert toy_job(recipe, workers=1, accumulate=4).config.eval_every == 5

@@ -13,9 +13,11 @@ import torch
 
 import offbeat
 from offbeat.api import Result
+from offbeat.cli import main
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, RoleError
 from offbeat.launching import launch, relaunch
+from offbeat.report.write import write_report
 
 HEAD = """
 import sys
@@ -247,3 +249,64 @@ def test_there_has_to_be_a_script_or_a_launched_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no script"):
         launch(str(tmp_path / "none.py"), [], {}, say=lambda line: None)
     assert not (tmp_path / "runs").exists()
+
+
+SHORT = (
+    HEAD
+    + """
+model = make_model()
+optimizer = torch.optim.{made}
+optimizer = offbeat.distribute(model, optimizer)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+for batch in batches(5):
+    compute(model, batch)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "made",
+    ["Adafactor(model.parameters(), lr=0.05)", "SGD(model.parameters(), lr=1)"],
+    ids=["of whole tensors", "a rate that begins whole"],
+)
+def test_optimizers_of_other_kinds_come_to_the_same(
+    made: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    script = SHORT.replace("{made}", made)
+    alone(tmp_path, script, str(tmp_path / "alone.pt"))
+    run(tmp_path, script, str(tmp_path / "one.pt"), servers=2, forks=forks)
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "one"))
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+    write_report([tmp_path / "run"])  # of a run that told no loss
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_another_model_is_not_given_the_checkpoints_weights(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    text = IN_EPOCHS.replace("range(state.epoch, 6)", "range(state.epoch, 1)")
+    run(tmp_path, text, forks=forks)
+    write(tmp_path, text.replace("nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16)"))
+    with pytest.raises(RoleError, match="the model is not the one in the checkpoint"):
+        relaunch(tmp_path / "run", {}, say=lambda line: None, forks=forks)
+
+
+def test_a_launched_run_is_no_recipes(
+    tmp_path: Path, forks: ForkServer | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, IN_EPOCHS, forks=forks)
+    path = str(tmp_path / "run")
+    (tmp_path / "options.toml").write_text("steps = 3\n")
+    config = str(tmp_path / "options.toml")
+    for command, says in {
+        ("train", "--resume", path): f"go on with offbeat launch --resume {path}",
+        ("eval", path): "its script is what scores it",
+        ("launch", "--config", config, "train.py"): "steps is for recipes",
+    }.items():
+        assert main(list(command)) == 2
+        assert says in capsys.readouterr().err
