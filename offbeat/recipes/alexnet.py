@@ -19,6 +19,8 @@ from offbeat.data.images import (
 from offbeat.layers import LocalResponseNorm, truncated_normal
 from offbeat.optim import SGD, cosine, step_decay
 from offbeat.recipes.base import MeanLoss, Recipe
+from offbeat.recipes.base import accuracy as of_classes
+from offbeat.recipes.metrics import metric
 
 SIZE = 24
 BATCH_SIZE = 128
@@ -98,10 +100,18 @@ def loss(model: Any, batch: Any) -> Tensor:
     return total
 
 
+def centre_accuracy(model: Any, batch: Any) -> tuple[float, int]:
+    """By the centres of whole images alone, as the seeds have it."""
+    return of_classes(model, _centres(batch))
+
+
 def centre_loss(model: Any, batch: Any) -> tuple[float, int]:
-    """The loss of the centres of whole images."""
+    return MeanLoss(loss)(model, _centres(batch))
+
+
+def _centres(batch: Any) -> Any:
     images, labels = batch
-    return MeanLoss(loss)(model, (standardise(centre_crop(images, SIZE).float()), labels))
+    return standardise(centre_crop(images, SIZE).float()), labels
 
 
 recipe = Recipe(
@@ -120,7 +130,11 @@ fast = Recipe(
     model=AlexNet,
     data=load_whole,
     loss=loss,
-    metrics={"accuracy": accuracy, "loss": centre_loss},
+    metrics={
+        "accuracy": accuracy,
+        "centre accuracy": metric(centre_accuracy, higher_is_better=True),
+        "loss": centre_loss,
+    },
     optimizer=SGD(lr=0.1),  # without momentum, which staleness does not bear
     schedule=cosine(warmup=0.1),
     augment=crop,

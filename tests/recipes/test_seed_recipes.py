@@ -228,7 +228,7 @@ def test_alexnet_fast_scores_by_the_mean_of_ten_crops() -> None:
     assert right != by_centre, "or this would not tell one from the other"
 
 
-def test_alexnet_fast_has_the_test_loss_of_the_centres() -> None:
+def test_alexnet_fast_is_scored_by_the_centres_too() -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
     labels = torch.arange(6)
@@ -237,7 +237,10 @@ def test_alexnet_fast_has_the_test_loss_of_the_centres() -> None:
     with torch.no_grad():
         total, count = alexnet.fast.metrics["loss"](model, (images, labels))
         expected = alexnet.loss(model, (centres, labels)).item()
+        right, _ = alexnet.fast.metrics["centre accuracy"](model, (images, labels))
+        said = model(centres).argmax(1)
     assert (total / count, count) == (pytest.approx(expected), 6)
+    assert right == (said == labels).sum()
 
 
 def test_simplecnn_has_100_classes_where_asked_to(made_up: list[str]) -> None:
