@@ -257,6 +257,9 @@ class Updater:
         self.aliases = [Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
         self._group_indices = sorted({segment.group for segment in shard.segments})
+        self._tables = [member.options for member in shard.optimizer.members]
+        self._numbers: list[float] = []
+        self._wanted: list[dict[str, Any]] = []
         self.mark = make_mark(shard.params.device)
         """After its last update."""
         self._out = torch.empty_like(shard.params)
@@ -337,8 +340,11 @@ class Updater:
 
     def _options(self, numbers: list[float]) -> list[dict[str, Any]]:
         """Of each group, as `numbers_of` made numbers of them."""
-        given = iter(numbers)
-        return [with_numbers(member.options, given) for member in self.shard.optimizer.members]
+        if numbers != self._numbers:  # which most steps leave as they are
+            given = iter(numbers)
+            self._wanted = [with_numbers(options, given) for options in self._tables]
+            self._numbers = numbers
+        return self._wanted
 
     def _tell(self, optimizer: torch.optim.Optimizer, rates: Sequence[dict[str, Any]]) -> None:
         for group, index in zip(optimizer.param_groups, self._group_indices, strict=True):
