@@ -4,9 +4,8 @@ The engine is `local`; the run's folder is like that of any other, and has no re
 """
 
 import dataclasses
-import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 class Notices(Display):
     """The terminal is rank 0's; what happens to the run is said in between."""
 
-    def __init__(self, say: Any) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
     def update(self, status: Status) -> None:
@@ -43,7 +42,7 @@ def launch(
     arguments: Sequence[str],
     options: Mapping[str, Any],
     *,
-    say: Any,
+    say: Callable[[str], None],
     forks: ForkServer | None = None,
 ) -> Result:
     """Run a script as every worker of a new run."""
@@ -55,12 +54,15 @@ def launch(
     folder = create_run_folder(config)
     described = {"file": str(file.resolve()), "arguments": list(arguments)}
     with folder.locked() as lock:
-        run = functools.partial(_run, config, folder, described, began_s, say, forks)
-        return run(lock, incarnation=0)
+        return _run(config, folder, described, began_s, say, forks, lock, incarnation=0)
 
 
 def relaunch(
-    run_dir: Path, options: Mapping[str, Any], *, say: Any, forks: ForkServer | None = None
+    run_dir: Path,
+    options: Mapping[str, Any],
+    *,
+    say: Callable[[str], None],
+    forks: ForkServer | None = None,
 ) -> Result:
     """Go on with a run that was launched, from its newest checkpoint."""
     folder = RunFolder(run_dir)
@@ -75,8 +77,8 @@ def relaunch(
         for left in (folder.state, folder.model):
             left.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
-        run = functools.partial(_run, config, folder, described["script"], began_s, say, forks)
-        return run(lock, incarnation=incarnation)
+        script = described["script"]
+        return _run(config, folder, script, began_s, say, forks, lock, incarnation=incarnation)
 
 
 def _run(
@@ -84,7 +86,7 @@ def _run(
     folder: RunFolder,
     script: Mapping[str, Any],
     began_s: float,
-    say: Any,
+    say: Callable[[str], None],
     forks: ForkServer | None,
     lock: int,
     *,

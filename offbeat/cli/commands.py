@@ -97,17 +97,12 @@ def _read_config(known: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
 
 
 def _train(known: argparse.Namespace) -> int:
-    if known.resume is not None and known.config is not None:
-        raise ConfigError("--resume takes the configuration of the run; give flags, not --config")
-    if known.resume is not None and "run_dir" in vars(known):
-        raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
+    _check_resume(known)
     from_file, given = _read_config(known)
     config = make_config(from_file, given)  # what is wrong with the flags shows before torch loads
     with signals_as_ctrl_c(), fork_server(config.engine) as forks:  # it imports while we do
         from offbeat.api import resume_config, train_config
-        from offbeat.run.checkpoint import list_checkpoints
         from offbeat.run.progress import say
-        from offbeat.run.rundir import RunFolder
 
         if known.resume is not None:
             result = resume_config(Path(known.resume), given, forks=forks)
@@ -115,16 +110,30 @@ def _train(known: argparse.Namespace) -> int:
             result = train_config(config, forks=forks)
     for line in _result_lines(result.summary):
         say(line)
-    if result.interrupted:
-        how = f"; go on with: offbeat train --resume {result.run_dir}"
-        if not list_checkpoints(RunFolder(result.run_dir).checkpoints):
-            how = " before the first checkpoint: there is nothing to go on from"
-        print(f"offbeat: interrupted{how}", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    return _tell_interrupted(result.run_dir, "train") if result.interrupted else 0
+
+
+def _check_resume(known: argparse.Namespace) -> None:
+    if known.resume is not None and known.config is not None:
+        raise ConfigError("--resume takes the configuration of the run; give flags, not --config")
+    if known.resume is not None and "run_dir" in vars(known):
+        raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
+
+
+def _tell_interrupted(run_dir: Path, command: str) -> int:
+    """And by which command to go on."""
+    from offbeat.run.checkpoint import list_checkpoints
+    from offbeat.run.rundir import RunFolder
+
+    how = f"; go on with: offbeat {command} --resume {run_dir}"
+    if not list_checkpoints(RunFolder(run_dir).checkpoints):
+        how = " before the first checkpoint: there is nothing to go on from"
+    print(f"offbeat: interrupted{how}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _launch(known: argparse.Namespace) -> int:
+    _check_resume(known)
     from_file, given = _read_config(known)
     given = {**from_file, **given}
     for name in given.keys() - set(LAUNCH_OPTIONS):
@@ -136,8 +145,6 @@ def _launch(known: argparse.Namespace) -> int:
     config = make_config(given)
     with signals_as_ctrl_c(), fork_server("local") as forks:
         from offbeat.launching import launch, relaunch
-        from offbeat.run.checkpoint import list_checkpoints
-        from offbeat.run.rundir import RunFolder
 
         show = _say_nothing if config.quiet else _say_aside
         if known.resume is not None:
@@ -145,13 +152,7 @@ def _launch(known: argparse.Namespace) -> int:
         else:
             result = launch(known.script, known.arguments, given, say=show, forks=forks)
     show(_launch_line(result.summary, result.run_dir))
-    if result.interrupted:
-        how = f"; go on with: offbeat launch --resume {result.run_dir}"
-        if not list_checkpoints(RunFolder(result.run_dir).checkpoints):
-            how = " before the first checkpoint: there is nothing to go on from"
-        print(f"offbeat: interrupted{how}", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    return _tell_interrupted(result.run_dir, "launch") if result.interrupted else 0
 
 
 def _say_nothing(line: str) -> None:

@@ -62,31 +62,27 @@ def unknown(argument: str, command: argparse.ArgumentParser, name: str) -> str:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.argument_default = argparse.SUPPRESS
-    parser.add_argument(
-        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="RUN",
-        default=None,
-        help="go on with the run in this folder, from its newest checkpoint",
-    )
+    _add_beginning(parser)
     for name, option in options().items():
         _add_option(parser, name, option.default, option.metadata)
 
 
-def _add_launch(parser: argparse.ArgumentParser) -> None:
+def _add_beginning(parser: argparse.ArgumentParser) -> None:
+    """What a single run begins with."""
     parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
+    )
     parser.add_argument(
         "--resume",
         metavar="RUN",
         default=None,
         help="go on with the run in this folder, from its newest checkpoint",
     )
-    parser.add_argument(
-        "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
-    )
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    _add_beginning(parser)
     for name, option in options().items():
         if name in LAUNCH_OPTIONS:
             _add_option(parser, name, option.default, option.metadata)

@@ -8,7 +8,7 @@ from offbeat.flat import Manifest
 from offbeat.loops.description import Description
 from offbeat.optim import SGD, numbers_of
 from offbeat.recipes.base import Recipe
-from offbeat.run.job import Facts, Job, cut_slices, needs_whole_tensors
+from offbeat.run.job import Facts, Job, check_servers, cut_slices, needs_whole_tensors
 
 CHECKPOINT_EVERY = 1000
 """Updates, where nobody says otherwise: what an epoch is the script alone knows."""
@@ -28,6 +28,8 @@ def make_loop_job(config: TrainConfig, description: Description | None) -> Job:
     if description is not None:
         manifest, optimizer = description.manifest, description.optimizer
     is_known = description is not None
+    if is_known:
+        check_servers(config, manifest)
     whole = is_known and needs_whole_tensors(config, optimizer, manifest)
     return Job(
         config=config,

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sized
 
-import torch
 from torch.utils.data import Sampler as TorchSampler
 
+from offbeat.data.batches import Share, own_order
 from offbeat.place import rank, world_size
-from offbeat.randomness import make_generator
 
 
 class Sampler(TorchSampler[int]):
@@ -34,7 +33,5 @@ class Sampler(TorchSampler[int]):
         epoch, self._epoch = self._epoch, self._epoch + 1
         if not self._shuffle:
             return iter(range(rank(), len(self._data), world_size()))
-        shuffled = make_generator(self._seed, "shares")
-        part = torch.randperm(len(self._data), generator=shuffled)[rank() :: world_size()]
-        own = make_generator(self._seed, "order", rank(), epoch)
-        return iter(part[torch.randperm(len(part), generator=own)].tolist())
+        share = Share(rank=rank(), num_shares=world_size(), batch_size=1, seed=self._seed)
+        return iter(own_order(share, epoch, len(self._data)).tolist())

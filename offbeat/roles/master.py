@@ -371,11 +371,7 @@ class Master:
         if not list_checkpoints(self._folder.checkpoints):
             return self._initial[index]
         checkpoint = newest_checkpoint(self._folder.checkpoints)
-        if checkpoint.manifest != self.job.manifest:
-            raise CheckpointError(
-                f"the model is not the one in the checkpoint: "
-                f"{checkpoint.manifest.difference(self.job.manifest)}"
-            )
+        checkpoint.check_model(self.job.manifest)
         fitting = checkpoint.for_optimizer(self.job.optimizer.classes)
         state = fitting.recut(self.job.slices)[index]
         starts = self.job.starts(checkpoint)

@@ -44,6 +44,13 @@ class Checkpoint:
     optimizer: str | None = None
     """Whose state it holds, by the names of its classes; None: not known."""
 
+    def check_model(self, manifest: Manifest) -> None:
+        """Raises a CheckpointError where it is of another model."""
+        if self.manifest != manifest:
+            raise CheckpointError(
+                f"the model is not the one in the checkpoint: {self.manifest.difference(manifest)}"
+            )
+
     @property
     def has_ema(self) -> bool:
         return all("ema" in shard.tensors for shard in self.shards)

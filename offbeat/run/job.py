@@ -47,7 +47,6 @@ from offbeat.data.loaders import is_cut_twice
 from offbeat.data.sources import make_source
 from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     OffbeatError,
@@ -564,31 +563,16 @@ def make_job(
     module = _seeded_model(recipe, config.seed)
     manifest = describe(module)
     _check_groups(optimizer, manifest)
-    if config.servers > manifest.num_elements:
-        raise ConfigError(
-            f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
-            f"at least one; lower servers"
-        )
-    if checkpoint is not None and checkpoint.manifest != manifest:
-        raise CheckpointError(
-            f"the recipe's model is not the one in the checkpoint: "
-            f"{checkpoint.manifest.difference(manifest)}"
-        )
+    check_servers(config, manifest)
+    if checkpoint is not None:
+        checkpoint.check_model(manifest)
     initial = _find_initial(config, module, manifest, kept_initial)
     asked_rank = Asked()
     train, test = _load_data(config, recipe, asked=asked_rank)
     by_rank = bool(asked_rank)
-    if by_rank and is_cut_twice(train):
-        raise ConfigError(
-            "the DataLoader has a DistributedSampler, and its shares are cut here: give it no "
-            "offbeat.rank(), or no DistributedSampler"
-        )
     config = dataclasses.replace(config, batch_size=_resolve_batch_size(asked, config, train))
     num_examples = None if by_rank else train.num_examples
-    if num_examples is not None and num_examples < config.workers:
-        raise ConfigError(
-            f"{config.workers} workers for {num_examples} training examples; lower workers"
-        )
+    _check_data(config, train, by_rank=by_rank)
     by_loss = _is_judged_by_loss(recipe, module, test)
     is_counted = train.num_batches(Share(rank=0, num_shares=1, batch_size=1, seed=0)) is not None
     recipe = recipe.judged(by_loss=by_loss)
@@ -626,6 +610,28 @@ def make_job(
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
     _check_judging(config, recipe, facts)
     return dataclasses.replace(job, config=config)
+
+
+def check_servers(config: TrainConfig, manifest: Manifest) -> None:
+    if config.servers > manifest.num_elements:
+        raise ConfigError(
+            f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
+            f"at least one; lower servers"
+        )
+
+
+def _check_data(config: TrainConfig, train: Source, *, by_rank: bool) -> None:
+    """`by_rank`: each worker has its own."""
+    if by_rank and is_cut_twice(train):
+        raise ConfigError(
+            "the DataLoader has a DistributedSampler, and its shares are cut here: give it no "
+            "offbeat.rank(), or no DistributedSampler"
+        )
+    is_counted = train.num_examples is not None and not by_rank
+    if is_counted and (train.num_examples or 0) < config.workers:
+        raise ConfigError(
+            f"{config.workers} workers for {train.num_examples} training examples; lower workers"
+        )
 
 
 def _with_length(job: Job, checkpoint: Checkpoint | None) -> Facts:
