@@ -410,7 +410,8 @@ def places(module: nn.Module) -> dict[str, int]:
 
 def _part(batch: Batch, lo: int, hi: int, count: int, device: torch.device) -> Batch:
     mine = cut_batch(batch, lo, hi, count)
-    return map_tensors(mine, lambda tensor: tensor.to(device, non_blocking=True))
+    # on the CPU whoever reads it does not wait for a stream: what comes there has to have arrived
+    return map_tensors(mine, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
 
 def _check_loss(loss: object) -> None:

@@ -196,10 +196,10 @@ def short(value: float | None) -> str:
         return "-"
     if value == 0:
         return "0"
+    if abs(value) >= 1e12 or abs(value) < 1e-4:
+        return f"{value:.2g}"
     if abs(value) >= 10_000:
         return f"{value:,.0f}"
-    if abs(value) < 1e-4:
-        return f"{value:.2g}"
     digits = max(0, 3 - math.floor(math.log10(abs(value))))
     text = f"{value:.{min(digits, 4)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -676,12 +676,13 @@ def test_a_report_of_many_says_in_what_their_setups_differ(tmp_path: Path) -> No
 
 
 def test_numbers_as_people_write_them() -> None:
-    given = [0.89312, 12.3456, 1234.5, 43210.9, 0, 2.0, 0.00001234, math.nan, None]
+    given = [0.89312, 12.3456, 1234.5, 43210.9, 9.6e30, 0, 2.0, 0.00001234, math.nan, None]
     assert [short(value) for value in given] == [
         "0.8931",
         "12.35",
         "1234",
         "43,211",
+        "9.6e+30",
         "0",
         "2",
         "1.2e-05",
