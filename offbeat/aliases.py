@@ -45,6 +45,8 @@ class Segment:
     hi: int
     spec: TensorSpec | None = None
     """What it looks like, where the optimizer has to see it whole."""
+    width: int = 0
+    """Of a sparse tensor how many elements a row has: the optimizer sees rows. 0: it is dense."""
 
 
 class Alias:
@@ -60,8 +62,13 @@ class Alias:
     def of(self, flat: Tensor) -> Tensor:
         """This part of a vector over the slice; a single number as a vector of one, which tells
         what is kept for it from what is kept once."""
-        part = flat[self.lo : self.hi]
-        spec = self.segments[0].spec
+        return self.shaped(flat[self.lo : self.hi])
+
+    def shaped(self, part: Tensor) -> Tensor:
+        """So many elements as the optimizer sees them."""
+        spec, width = self.segments[0].spec, self.segments[0].width
+        if width:
+            return part.view(-1, width)
         return part if spec is None or not spec.shape else part.as_strided(spec.shape, spec.stride)
 
     def cut(self, value: Any, whole: "Alias") -> Any:

@@ -31,11 +31,15 @@ class Clip(ABC):
 
     @abstractmethod
     def __call__(
-        self, gradient: Tensor, out: Tensor, present: Sequence[bool] | None = None
+        self,
+        gradient: Tensor,
+        out: Tensor,
+        present: Sequence[bool] | None = None,
+        sizes: list[int] | None = None,
     ) -> Tensor | None:
         """Write the flat gradient, clipped, to `out`, which may be the same memory. `present`: for
-        each tensor whether it has one; None: all have. Returns the norm that it had, of one that
-        `measures`."""
+        each tensor whether it has one; None: all have. `sizes`: what there is of each tensor, where
+        that is not the whole. Returns the norm that it had, of one that `measures`."""
 
 
 class ClipValue(Clip):
@@ -47,7 +51,11 @@ class ClipValue(Clip):
         self._most = most
 
     def __call__(
-        self, gradient: Tensor, out: Tensor, present: Sequence[bool] | None = None
+        self,
+        gradient: Tensor,
+        out: Tensor,
+        present: Sequence[bool] | None = None,
+        sizes: list[int] | None = None,
     ) -> Tensor | None:
         torch.clamp(gradient, -self._most, self._most, out=out)
         return None
@@ -63,9 +71,13 @@ class ClipNorm(Clip):
         self._sizes = list(sizes)
 
     def __call__(
-        self, gradient: Tensor, out: Tensor, present: Sequence[bool] | None = None
+        self,
+        gradient: Tensor,
+        out: Tensor,
+        present: Sequence[bool] | None = None,
+        sizes: list[int] | None = None,
     ) -> Tensor | None:
-        pieces: Sequence[Tensor] = torch.split(gradient, self._sizes)
+        pieces: Sequence[Tensor] = torch.split(gradient, sizes or self._sizes)
         if present is not None:  # or zeros would be added in another order than torch's
             pieces = [piece for piece, has_one in zip(pieces, present, strict=True) if has_one]
         norm = torch.nn.utils.get_total_norm(pieces)

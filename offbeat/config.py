@@ -34,7 +34,7 @@ ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = (
     *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop"),
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam"),
-    *("RAdam", "Rprop", "Adafactor", "Muon"),
+    *("RAdam", "Rprop", "Adafactor", "Muon", "SparseAdam"),
 )
 """In small letters with a learning rate of Offbeat's, else as torch has it."""
 ELEMENTS, TENSORS = "elements", "tensors"

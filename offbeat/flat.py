@@ -11,11 +11,12 @@ gradients to it.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import ModelError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised with every change of what travels between worker and server."""
 COMPILED = "_orig_mod"
 """What `torch.compile` calls the module that it wraps."""
@@ -42,10 +43,29 @@ class TensorSpec:
     dtype: str
     offset: int
     numel: int
+    sparse: bool = field(default=False, compare=False)
+    """Its gradient is a few of its rows. A checkpoint is the same either way."""
+
+    @property
+    def width(self) -> int:
+        """How many elements a row of a sparse tensor has; 0: it is dense."""
+        return self.shape[1] if self.sparse else 0
 
     def view(self, flat: Tensor) -> Tensor:
         """This tensor as a view of `flat`, which holds all of them."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Of a sparse tensor's gradient the rows that there are, each once and in ascending order."""
+
+    ids: Tensor
+    values: Tensor
+
+
+Part = Tensor | RowPart | None
+"""A tensor's gradient: its elements as they lie in memory, or rows; None: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +95,11 @@ class Manifest:
     @property
     def num_ints(self) -> int:
         return _size(self.ints)
+
+    @functools.cached_property
+    def is_sparse(self) -> bool:
+        """Whether the gradient of any tensor is a few of its rows."""
+        return any(spec.sparse for spec in self.tensors)
 
     @property
     def rounded(self) -> tuple[str, ...]:
@@ -176,7 +201,7 @@ def describe(module: nn.Module, *, anywhere: bool = False) -> Manifest:
     if not sum(p.numel() for _, p in trained):
         raise ModelError("the model's trainable parameters are all empty")
     return Manifest(
-        tensors=_lay_out(trained),
+        tensors=_lay_out(trained, _sparse_names(module)),
         floats=_lay_out(floats),
         ints=_lay_out(ints),
         frozen=tuple(frozen),
@@ -280,6 +305,30 @@ class FlatModel:
             torch._foreach_copy_(targets, sources)
         return present
 
+    def take_parts(self) -> list[Part]:
+        """The gradient of each tensor of the manifest, of sparse ones the rows that it has; and let
+        go of them."""
+        parts: list[Part] = []
+        for spec, parameter in zip(self.manifest.tensors, self.parameters, strict=True):
+            gradient = parameter.grad
+            if not self.keeps_gradients:
+                parameter.grad = None
+            if gradient is None:
+                parts.append(None)
+            else:
+                parts.append(_rows(gradient) if spec.sparse else _flattened(gradient, spec))
+        return parts
+
+    def touched(self) -> dict[int, Tensor]:
+        """Which rows of sparse tensors have a gradient, by the tensors' indices."""
+        return {
+            index: _rows(gradient).ids
+            for index, (spec, parameter) in enumerate(
+                zip(self.manifest.tensors, self.parameters, strict=True)
+            )
+            if spec.sparse and (gradient := parameter.grad) is not None
+        }
+
     def drop_gradient(self) -> None:
         """Let go of it, as if it had never been computed."""
         for parameter in self.parameters:
@@ -338,7 +387,21 @@ def _size(specs: Sequence[TensorSpec]) -> int:
     return specs[-1].offset + specs[-1].numel if specs else 0
 
 
-def _lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
+def _sparse_names(module: nn.Module) -> set[str]:
+    """The parameters that every layer which has them looks up, with sparse gradients: one that is
+    the weight of another layer too has a dense one."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    found: dict[int, tuple[str, bool]] = {}
+    for own_name, part in module.named_modules(remove_duplicate=False):
+        for key, parameter in part.named_parameters(own_name, recurse=False):
+            name, so_far = found.get(id(parameter), (plain_name(key), True))
+            found[id(parameter)] = name, so_far and isinstance(part, kinds) and part.sparse
+    return {name for name, is_sparse in found.values() if is_sparse}
+
+
+def _lay_out(
+    named: Sequence[tuple[str, Tensor]], sparse: Collection[str] = ()
+) -> tuple[TensorSpec, ...]:
     specs = []
     offset = 0
     for name, tensor in named:
@@ -350,6 +413,7 @@ def _lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 offset=offset,
                 numel=tensor.numel(),
+                sparse=name in sparse and tensor.numel() > 0 and tensor.is_contiguous(),
             )
         )
         offset += tensor.numel()
@@ -387,13 +451,21 @@ def _aliases(module: nn.Module, persistent: set[str]) -> dict[str, str]:
 def _flattened(gradient: Tensor, spec: TensorSpec) -> Tensor:
     """The gradient's elements in the order in which its parameter's lie in memory."""
     if gradient.is_sparse:
-        gradient = gradient.to_dense()
+        gradient = gradient.coalesce().to_dense()  # which sums in the order of `_rows`
     if gradient.stride() != spec.stride:
         laid_out = torch.empty_strided(
             spec.shape, spec.stride, dtype=gradient.dtype, device=gradient.device
         )
         gradient = laid_out.copy_(gradient)
     return gradient.as_strided((spec.numel,), (1,))
+
+
+def _rows(gradient: Tensor) -> RowPart:
+    """Of one that is dense after all every row."""
+    if not gradient.is_sparse:
+        return RowPart(torch.arange(len(gradient), device=gradient.device), gradient)
+    gradient = gradient.coalesce()
+    return RowPart(gradient.indices()[0], gradient.values())
 
 
 def _bounds(slices: Sequence[Tensor]) -> list[tuple[int, int]]:

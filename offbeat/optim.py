@@ -36,14 +36,13 @@ KINDS = (
 whole."""
 WHOLE = ("Adafactor", "Muon")
 """Those of torch's whose update of an element depends on the rest of its tensor."""
-REFUSED = {
-    "LBFGS": "it computes the loss several times in a step, which no server can",
-    "SparseAdam": "it takes sparse gradients only, and those that travel are dense",
-}
+SPARSE = ("SparseAdam",)
+"""Those of torch's that take sparse gradients only; they treat every element of a row alike."""
+REFUSED = {"LBFGS": "it computes the loss several times in a step, which no server can"}
 NOT_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 """How torch computes an update, which is for the servers to say, not what it computes."""
 OF_TORCH: dict[str, type[torch.optim.Optimizer]] = {
-    name: getattr(torch.optim, name) for name in (*KINDS, *WHOLE, *REFUSED)
+    name: getattr(torch.optim, name) for name in (*KINDS, *WHOLE, *SPARSE, *REFUSED)
 }
 
 
@@ -85,6 +84,11 @@ class Optimizer:
     def maker(self) -> type[torch.optim.Optimizer]:
         """The class."""
         return self.given or find(self.kind, OF_TORCH, torch.optim.Optimizer, "optimizer")
+
+    @property
+    def rows_only(self) -> bool:
+        """Whether it takes sparse gradients, and no others."""
+        return any(issubclass(self.maker, OF_TORCH[name]) for name in SPARSE)
 
     @property
     def members(self) -> "list[Optimizer]":
@@ -168,8 +172,9 @@ class Optimizer:
     def build_probe(self, *, fused: bool = False) -> torch.optim.Optimizer:
         """Over a small matrix for each group, with gradients: something to try."""
         probe = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(1 + len(self.groups))]
-        for param in probe:
-            param.grad = torch.zeros_like(param)
+        for param, member in zip(probe, self.members, strict=True):
+            zeros = torch.zeros_like(param)
+            param.grad = zeros.to_sparse(1) if member.rows_only else zeros
         return self.build(probe, range(len(probe)), fused=fused)
 
     def state_per_element(self) -> list[int]:
@@ -265,7 +270,7 @@ def _refuse(maker: Any) -> None:
         if issubclass(maker, OF_TORCH[name]):
             raise ConfigError(
                 f"the optimizer {maker.__name__} cannot be used: {reason}; these work: "
-                f"{', '.join((*KINDS, *WHOLE))}, and your own"
+                f"{', '.join((*KINDS, *WHOLE, *SPARSE))}, and your own"
             )
     if inspect.isabstract(maker) or maker.step is torch.optim.Optimizer.step:
         raise ConfigError(f"{maker.__name__} is abstract: it has no step of its own")

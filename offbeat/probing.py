@@ -3,7 +3,8 @@ made.
 
 Servers have slices, and every one an optimizer of its own. Of torch's optimizers it is known
 whether they bear that; one of the user's is stepped on two small matrices: together, each alone,
-and cut in pieces. Whatever makes a difference in a bit, it depends on.
+and cut in pieces. Whatever makes a difference in a bit, it depends on. Whether one takes sparse
+gradients is tried likewise, torch's own included, since that depends on their options too.
 """
 
 import enum
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from offbeat.aliases import check_kept
 from offbeat.errors import ConfigError, in_a_line
+from offbeat.flat import Manifest
 from offbeat.optim import OF_TORCH, WHOLE, Optimizer
+from offbeat.rows import make_sparse, trust_rows
 
 SHAPE = (6, 4)
 NUM_STEPS = 3
@@ -35,6 +38,48 @@ class Reach(enum.IntEnum):
 def reach_of(optimizer: Optimizer) -> Reach:
     """The most that any of its groups needs; a ConfigError for one that cannot be checkpointed."""
     return max(_reach_of_one(member) for member in optimizer.members)
+
+
+def check_rows(optimizer: Optimizer, manifest: Manifest, *, fused: bool = False) -> None:
+    """A ConfigError where a sparse tensor's optimizer takes no rows, or another one's nothing
+    else."""
+    trained = [s for s in manifest.tensors if not optimizer.by_name or s.name in optimizer.by_name]
+    members = optimizer.members
+    for spec in trained:
+        member = members[optimizer.group_of(spec.name)]
+        if member.rows_only and not spec.sparse:
+            raise ConfigError(
+                f"the optimizer {member.kind} takes sparse gradients only, and that of {spec.name} "
+                f"is dense: give it to the embeddings with sparse=True alone, as "
+                f"offbeat.AdamW(groups={{'PATTERN': offbeat.optimizer({member.kind!r})}})"
+            )
+    for index in sorted({optimizer.group_of(spec.name) for spec in trained if spec.sparse}):
+        reason = _refusal(members[index], fused)
+        if reason:
+            name = next(s.name for s in trained if s.sparse and optimizer.group_of(s.name) == index)
+            raise ConfigError(
+                f"the optimizer {members[index]} cannot be used for {name}, whose gradient is "
+                f"sparse: {reason}; SGD with a learning rate alone, Adagrad and SparseAdam can, "
+                f"for the others too or for it alone (groups={{{name!r}: ...}})"
+            )
+
+
+def _refusal(optimizer: Optimizer, fused: bool) -> str:
+    """Why it cannot be given one row of a matrix, twice; empty: it can."""
+    trust_rows()
+    param = nn.Parameter(torch.ones(SHAPE))
+    try:
+        made = optimizer.build([param], [0], fused=fused)
+        for _ in range(2):
+            param.grad = make_sparse(torch.tensor([1]), torch.ones(1, SHAPE[1]), SHAPE[0])
+            made.step()
+    except Exception as error:
+        return in_a_line(error)
+    if any(isinstance(kept, Tensor) and kept.is_sparse for kept in made.state[param].values()):
+        return "what it keeps is sparse too, which no checkpoint can hold"
+    if not bool((param[2:] == 1).all()):
+        return "it changes rows that have no gradient"
+    return ""
 
 
 def _reach_of_one(optimizer: Optimizer) -> Reach:

@@ -28,6 +28,7 @@ class Gradient:
     push makes one: frozen, that would take four times as long."""
 
     values: Tensor
+    """Of sparse tensors the rows that it has, and no others (rows.py)."""
     mask: Sequence[bool] | None = None
     """For each tensor of the manifest, whether it got a gradient; None: all did."""
     floats: Tensor | None = None
@@ -39,6 +40,8 @@ class Gradient:
     """Those parameters, for a rule that `needs_base`."""
     rates: Tensor | None = None
     """The numbers of the optimizer's options that its worker wants; None: the servers' own."""
+    ids: Sequence[Tensor] | None = None
+    """Which rows of sparse tensors it has; None: the slice has no such tensor."""
 
 
 class Rule(Plugin, ABC):

@@ -8,6 +8,7 @@ Parameters that are views ("aliases") of the slice. Called by roles/sessions.py;
     version = updater.apply([Gradient(values=g)])
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from offbeat.clipping import Arriving, Clip
 from offbeat.errors import ConfigError
 from offbeat.flat import Manifest
 from offbeat.optim import Optimizer, Schedule, constant, is_plain_sgd, with_numbers
-from offbeat.rules import Gradient, Mean, Rule
+from offbeat.rows import Changes, Ids, Known, Rows, joined, trust_rows
+from offbeat.rules import BUILT_IN, Gradient, Mean, Rule
 from offbeat.schedules import Rates
 from offbeat.streams import make_mark
 
@@ -46,6 +48,22 @@ def partition(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
     """Cut 0..num_elements into contiguous slices whose sizes differ by one element at most."""
     cuts = [num_elements * k // num_slices for k in range(num_slices + 1)]
     return list(itertools.pairwise(cuts))
+
+
+def partition_rows(manifest: Manifest, num_slices: int) -> list[tuple[int, int]]:
+    """The same for a flat vector with sparse tensors, none of whose rows is cut."""
+    cuts = [lo for lo, _ in partition(manifest.num_elements, num_slices)]
+    for spec in manifest.tensors:
+        for index, cut in enumerate(cuts):
+            if spec.sparse and spec.offset < cut < spec.offset + spec.numel:
+                cuts[index] = cut - (cut - spec.offset) % spec.width
+    slices = list(itertools.pairwise([*cuts, manifest.num_elements]))
+    if any(lo == hi for lo, hi in slices):
+        raise ConfigError(
+            f"{num_slices} servers for so few rows: no row of a sparse tensor is cut, and a server "
+            f"would have nothing; lower servers"
+        )
+    return slices
 
 
 def partition_tensors(manifest: Manifest, num_slices: int) -> list[tuple[int, int]]:
@@ -85,8 +103,8 @@ def segments_of(
     for index in tensors_in(manifest, lo, hi):
         spec = manifest.tensors[index]
         start, end = max(lo, spec.offset), min(hi, spec.offset + spec.numel)
-        group = optimizer.group_of(spec.name)
-        segments.append(Segment(index, group, start - lo, end - lo, spec if whole else None))
+        group, shown = optimizer.group_of(spec.name), spec if whole else None
+        segments.append(Segment(index, group, start - lo, end - lo, shown, spec.width))
     return segments
 
 
@@ -128,9 +146,10 @@ class Shard:
         floats: Tensor | None = None,
         ints: Tensor | None = None,
         clip: Clip | None = None,
+        rows: Rows | None = None,
     ) -> None:
         """`clip`: what makes the gradient of an update smaller where it is too large; None: its
-        worker has seen to that, or nobody has to."""
+        worker has seen to that, or nobody has to. `rows`: where sparse tensors lie, if any do."""
         self.params = params
         self.segments = list(segments)
         self.optimizer = optimizer
@@ -141,6 +160,11 @@ class Shard:
         self.rule = rule or Mean()
         self.fused = fused
         self.clip = clip
+        self.rows = rows
+        if rows is not None:
+            trust_rows()
+        self.changes = None if rows is None else Changes(rows)
+        """Which rows replies need not leave out."""
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
         self.updaters: list[Updater] = []
@@ -189,22 +213,33 @@ class Shard:
         return updater
 
     def read(
-        self, params: Tensor, floats: Tensor, ints: Tensor, own: "Updater | None" = None
+        self,
+        params: Tensor,
+        floats: Tensor,
+        ints: Tensor,
+        own: "Updater | None" = None,
+        known: Known | None = None,
     ) -> tuple[int, bool]:
         """Copy the parameters and buffers out; returns their version, and whether they mix
-        versions.
+        versions. `known`: which rows `params` has already, as they are; None: none.
 
         Mixed is what a lock-free read may be: an update was under way while it was taken; on a
         device, when it was told to take it. There what the reader's `own` updater was told is in,
         since its stream keeps the order, and of the others' what the device has done.
         """
         version = self.version if own is None else self._version_before(own)
-        params.copy_(self.params)
+        if self.rows is None or known is None or (news := self._show(known)) is None:
+            params.copy_(self.params)
+        else:
+            self.rows.copy(self.params, params, news)
         if self.floats.numel():
             floats.copy_(self.floats)
         if self.ints.numel():
             ints.copy_(self.ints)
         return version, self.version_begun > version
+
+    def _show(self, known: Known) -> Ids | None:
+        return None if self.changes is None else self.changes.show(known)
 
     def _version_before(self, own: "Updater") -> int:
         version = self._first_version + own.num_finished
@@ -277,25 +312,57 @@ class Updater:
         version = next(shard.tickets)
         self.num_begun += 1
         staleness = [version - 1 - gradient.base_version for gradient in gradients]
-        values = shard.rule(gradients, staleness, shard.params, self._out)
+        ids = None
+        if shard.rows is None:
+            values = shard.rule(gradients, staleness, shard.params, self._out)
+        else:
+            values, ids = self._join_rows(shard.rows, gradients, staleness)
         mask = _joint_mask(gradients)
-        self._step(self._clipped(values, mask), mask, version, gradients[0].rates)
+        self._step(self._clipped(values, mask, ids), mask, version, gradients[0].rates, ids)
         if shard.ema is not None and shard.ema_decay is not None:
             decay = min(shard.ema_decay, (1 + version) / (10 + version))
             shard.ema.lerp_(shard.params, 1 - decay)
         self._merge_buffers(gradients)
+        if shard.changes is not None and ids is not None:
+            shard.changes.add(ids)
         self.mark.set()
         self.num_finished += 1
         return version
 
-    def _clipped(self, values: Tensor, mask: Sequence[bool] | None) -> Tensor:
+    def _join_rows(
+        self, rows: Rows, gradients: Sequence[Gradient], staleness: Sequence[int]
+    ) -> tuple[Tensor, Ids]:
+        """What the rule makes of gradients that have different rows: it is shown each of them, and
+        the parameters, with the rows that any has."""
+        each = [gradient.ids or [] for gradient in gradients]
+        ids = joined(each, len(rows.sparse))
+        if len(gradients) > 1:
+            gradients = [
+                dataclasses.replace(gradient, values=rows.spread(gradient.values, mine, ids))
+                for gradient, mine in zip(gradients, each, strict=True)
+            ]
+        params, rule = self.shard.params, self.shard.rule
+        if type(rule) not in BUILT_IN.values():  # which do not look at these
+            params = rows.pack(params, ids)
+            gradients = [
+                gradient
+                if gradient.base is None
+                else dataclasses.replace(gradient, base=rows.pack(gradient.base, ids))
+                for gradient in gradients
+            ]
+        return rule(gradients, staleness, params, self._out[: rows.num_values(ids)]), ids
+
+    def _clipped(self, values: Tensor, mask: Sequence[bool] | None, ids: Ids | None) -> Tensor:
         """Not in place: `values` may be a worker's."""
         shard = self.shard
         if shard.clip is None:
             return values
-        norm = shard.clip(values, self._out, mask)
+        out, sizes = self._out, None
+        if shard.rows is not None and ids is not None:
+            out, sizes = out[: values.numel()], shard.rows.sizes(ids)
+        norm = shard.clip(values, out, mask, sizes)
         self.norm = None if norm is None else Arriving(norm)
-        return self._out
+        return out
 
     @property
     def num_done(self) -> int:
@@ -313,8 +380,10 @@ class Updater:
         mask: Sequence[bool] | None,
         version: int,
         wanted: Tensor | None = None,
+        ids: Ids | None = None,
     ) -> None:
-        """`wanted`: the numbers of the options, as a script's own optimizer has them."""
+        """`wanted`: the numbers of the options, as a script's own optimizer has them. `ids`: which
+        rows of sparse tensors `values` has."""
         if mask is not None and not self.split:
             self._split()
         if wanted is None:
@@ -322,21 +391,29 @@ class Updater:
         else:
             rates = self._options(wanted.tolist())
             is_plain = self.stateless and is_plain_sgd(rates)
-        if is_plain and mask is None and len(self.aliases) == 1:  # the most common case
+        if (
+            is_plain and mask is None and ids is None and len(self.aliases) == 1
+        ):  # the most common case
             self.shard.params.add_(values, alpha=-rates[self._group_indices[0]]["lr"])
             return
         present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
         if is_plain:
             for alias in present:
                 lr = rates[alias.segments[0].group]["lr"]
-                alias.view.add_(alias.of(values), alpha=-lr)
+                alias.view.add_(self._gradient_of(alias, values, ids), alpha=-lr)
             return
         self._tell(self.optimizer, rates)
         for alias in self.aliases:
             alias.param.grad = None
         for alias in present:
-            alias.param.grad = alias.of(values)
+            alias.param.grad = self._gradient_of(alias, values, ids)
         self.optimizer.step()
+
+    def _gradient_of(self, alias: Alias, values: Tensor, ids: Ids | None) -> Tensor:
+        if self.shard.rows is None or ids is None:
+            return alias.of(values)
+        found = self.shard.rows.gradient(values, ids, alias.lo, alias.hi)
+        return found if found.is_sparse else alias.shaped(found)
 
     def _options(self, numbers: list[float]) -> list[dict[str, Any]]:
         """Of each group, as `numbers_of` made numbers of them."""
@@ -421,14 +498,22 @@ class Updater:
         self._tell(dry, self._rates.at(0))
         begun = [Beginning(dry.state.get(alias.param, {})) for alias in aliases]
         for alias, state in zip(aliases, begun, strict=True):
-            alias.param.grad = torch.zeros_like(alias.param)
+            alias.param.grad = self._no_gradient(alias)
             dry.state[alias.param] = state
         dry.step()
         return [state.first for state in begun]
 
+    def _no_gradient(self, alias: Alias) -> Tensor:
+        """Zeros, as the optimizer takes them for this alias."""
+        if self.shard.optimizer.members[alias.segments[0].group].rows_only:
+            return torch.zeros_like(alias.view).to_sparse(1)
+        return torch.zeros_like(alias.param)
+
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    return [list(run) for _, run in itertools.groupby(segments, key=lambda s: s.group)]
+    """Neighbours that an optimizer treats alike; each sparse tensor alone."""
+    alike = itertools.groupby(segments, key=lambda s: (s.group, s.tensor if s.width else None))
+    return [list(run) for _, run in alike]
 
 
 def _is_copy(value: Any, view: Tensor) -> bool:

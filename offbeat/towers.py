@@ -27,10 +27,12 @@ from offbeat.clipping import Clip
 from offbeat.compiling import Compiled, Loss
 from offbeat.data.batches import Batch, batch_length, cut_batch, map_tensors
 from offbeat.errors import ConfigError, RecipeError
-from offbeat.flat import FlatModel
+from offbeat.flat import FlatModel, Part, RowPart
 from offbeat.reading import Reading
+from offbeat.rows import Rows
 from offbeat.shard import usable
 from offbeat.streams import Scope, make_streams
+from offbeat.transport.base import Slot
 from offbeat.transport.staging import Staging, make_staging
 
 CPU = torch.device("cpu")
@@ -119,6 +121,9 @@ class Towers:
         """Which tensors got a gradient that a captured step has taken from them already."""
         self.gradient: Tensor | None = None
         """That of the last step, where slots are; None: it is elsewhere, or in the slots."""
+        self._is_sparse = self.model.manifest.is_sparse
+        self._touched: dict[int, list[Tensor]] = {}
+        """Of each sparse tensor the rows that have a gradient so far, where that is gathered."""
         self._slices: Sequence[Tensor] = ()
         """Where the last gradient was written."""
         self._reading = Reading(self.devices[0]) if self._gathers else None
@@ -326,14 +331,7 @@ class Towers:
         self._slices = slices
         if self._reading is None:
             return self.model.take_gradient(slices)
-        present, total = self._gather(), self._mean_of_towers()
-        if self._accumulation.is_begun:
-            loss, present = self._accumulation.close(total, self._mean_loss(), present, count)
-            self._reading.take(loss, total)
-        elif len(self.models) > 1 or self._taken[0] is None:
-            self._reading.take(self._mean_loss(), total)
-        if self._clip is not None and (norm := self._clip(total, total, present)) is not None:
-            self._reading.take_norm(norm)
+        present, total = self._take_whole(self._reading, count)
         if slices[0].data_ptr() != total.data_ptr():  # which was lent to the slots
             lo = 0
             for piece in slices:
@@ -342,8 +340,58 @@ class Towers:
         self._reading.sent()
         return present
 
+    def take_rows(
+        self, slots: Sequence[Slot], rows: Sequence[Rows | None], count: int = 1
+    ) -> list[bool]:
+        """The same for a model with sparse tensors, of which `rows` says where they lie in each
+        slice: what goes into a slot is packed."""
+        if self._reading is None:
+            parts = self.model.take_parts()
+            present = [part is not None for part in parts]
+        else:
+            present, total = self._take_whole(self._reading, count)
+            parts = self._parts_of(total, present)
+            self._reading.sent()
+        self._slices = [
+            where.fill(parts, slot.values, slot.rows)
+            for slot, where in zip(slots, rows, strict=True)
+            if where is not None
+        ]
+        return present
+
+    def _parts_of(self, total: Tensor, present: Sequence[bool]) -> list[Part]:
+        """Of a gradient that is gathered: of sparse tensors the rows that any batch has touched."""
+        parts: list[Part] = []
+        for index, spec in enumerate(self.model.manifest.tensors):
+            mine = total[spec.offset : spec.offset + spec.numel]
+            if not present[index]:
+                parts.append(None)
+            elif spec.sparse:
+                ids = torch.unique(torch.cat(self._touched[index]))
+                parts.append(RowPart(ids, mine.view(spec.shape).index_select(0, ids)))
+            else:
+                parts.append(mine)
+        self._touched.clear()
+        return parts
+
+    def _take_whole(self, reading: Reading, count: int) -> tuple[list[bool], Tensor]:
+        """Gathered, with those of the batches before, and clipped."""
+        present, total = self._gather(), self._mean_of_towers()
+        if self._accumulation.is_begun:
+            loss, present = self._accumulation.close(total, self._mean_loss(), present, count)
+            reading.take(loss, total)
+        elif len(self.models) > 1 or self._taken[0] is None:
+            reading.take(self._mean_loss(), total)
+        if self._clip is not None and (norm := self._clip(total, total, present)) is not None:
+            reading.take_norm(norm)
+        return present, total
+
     def _gather(self) -> list[bool]:
         """Every tower's gradient into its place; which tensors have one in any of them."""
+        if self._is_sparse:
+            for model in self.models:
+                for index, ids in model.touched().items():
+                    self._touched.setdefault(index, []).append(ids.to(self.first_device))
         present = [
             model.take_gradient([gradient]) if taken is None else taken
             for model, gradient, taken in zip(

@@ -24,7 +24,7 @@ LAYERS = [
     ["capture", "compiling", "data", "recipes", "towers", "transport"],
     [
         *("accumulation", "aliases", "clipping", "flat", "layers", "memory", "optim", "probing"),
-        *("randomness", "reading", "rules", "schedules", "shard", "streams"),
+        *("randomness", "reading", "rows", "rules", "schedules", "shard", "streams"),
     ],
     [
         *("accounts", "config", "disciplines", "errors", "importing", "ledger", "place"),

@@ -1,13 +1,17 @@
 """Models that people bring: each trains as it would in a plain loop, or is refused in a line."""
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import make_plain_optimizer, plain_loop, toy_recipe
+from own_optimizers import Decaying
+from sparse import OPTIMIZERS, Looking, Tables, plain_sparse_loop, sparse_recipe
+from sparse import tokens as sparse_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -15,8 +19,18 @@ from torch.nn.utils import parametrizations
 import offbeat
 from offbeat import Recipe
 from offbeat.config import make_config
-from offbeat.errors import ModelError
+from offbeat.errors import ConfigError, ModelError
+from offbeat.optim import Optimizer
 from offbeat.run.job import make_job
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As a worker has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Tied(nn.Module):
@@ -124,6 +138,114 @@ def test_one_worker_comes_to_what_a_plain_loop_does(
             assert torch.equal(found[key], tensor), key
     fresh = copy.deepcopy(module)
     fresh.load_state_dict(found)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_gradients_come_to_what_a_plain_loop_does(
+    name: str, discipline: str, servers: int, tmp_path: Path, one_thread: None
+) -> None:
+    """Also after a resume, with another number of servers."""
+    recipe = sparse_recipe(name)
+    shared = {"workers": 1, "threads": 1, "discipline": discipline}
+    job = make_job(make_config({**shared, "steps": 24}), recipe)
+    expected = plain_sparse_loop(job)
+    options = {"engine": "inproc", "quiet": True, "run_dir": tmp_path / "r", **shared}
+    first = offbeat.train(recipe, steps=13, servers=servers, **options)
+    assert first.summary["kept"][0]["applied"] == 13
+    found = offbeat.resume(tmp_path / "r", recipe, steps=24, servers=2).state_dict()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("discipline", ["sync", "apply-reply", "reply-apply", "lock-free"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_several_workers_train_on_sparse_gradients(
+    name: str, discipline: str, tmp_path: Path
+) -> None:
+    result = offbeat.train(
+        sparse_recipe(name),
+        workers=3,
+        servers=2,
+        steps=15,
+        discipline=discipline,
+        engine="inproc",
+        quiet=True,
+        run_dir=tmp_path / "r",
+    )
+    updates = 15 if discipline == "sync" else 45
+    assert [kept["version"] for kept in result.summary["kept"]] == [updates] * 2
+    assert all(kept["applied"] == 45 for kept in result.summary["kept"])
+
+
+@pytest.mark.parametrize("discipline", ["sync", "apply-reply"])
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_norm": 0.5}, {"clip_value": 0.01}, {"accumulate": 3}, {"devices": "cpu,cpu"}],
+    ids=str,
+)
+def test_steps_of_many_parts_are_what_dense_ones_are(
+    options: dict[str, Any], discipline: str, tmp_path: Path, one_thread: None
+) -> None:
+    """With SGD, which makes the same of a row without a gradient as of one of zeros."""
+    found = []
+    for sparse in (True, False):
+        recipe = sparse_recipe(model=lambda sparse=sparse: like_dense(sparse))
+        shared = {"workers": 2 if discipline == "sync" else 1, "steps": 8, "threads": 1}
+        run_dir = tmp_path / str(sparse)
+        given = {**shared, **options, "discipline": discipline, "run_dir": run_dir}
+        found.append(offbeat.train(recipe, engine="inproc", quiet=True, **given).state_dict())
+    for key, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][key], rtol=1e-4, atol=1e-6)
+
+
+def like_dense(sparse: bool) -> nn.Module:
+    model = Looking()
+    model.words.sparse = model.bag.sparse = sparse
+    return model
+
+
+def test_rows_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    calls = itertools.count()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = F.cross_entropy(model(batch[0]), batch[1])
+        rows = model.words(torch.tensor([2]))  # type: ignore[operator]
+        return found + (rows.sum() * 1e20 if next(calls) == 3 else 0.0)
+
+    result = offbeat.train(
+        sparse_recipe(loss=loss),
+        workers=1,
+        steps=8,
+        servers=3,
+        engine="inproc",
+        quiet=True,
+        run_dir=tmp_path / "r",
+    )
+    assert [kept["rejected"] for kept in result.summary["kept"]] == [1, 1, 1]
+    assert all(bool(tensor.isfinite().all()) for tensor in result.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "model", "says"),
+    [
+        (offbeat.Adam(), Tables, "Adam.* for words.weight, .*SGD .*, Adagrad and SparseAdam can"),
+        (offbeat.SGD(momentum=0.9), Tables, "momentum=0.9.*no checkpoint can hold"),
+        (offbeat.SGD(weight_decay=0.1), Looking, "weight_decay=0.1.* words.weight"),
+        (offbeat.Adagrad(weight_decay=0.1), Looking, "weight_decay.*not compatible"),
+        (offbeat.SGD(groups={"bag.*": {"momentum": 0.9}}), Looking, "for bag.weight"),
+        (offbeat.optimizer(Decaying, lr=0.1), Tables, "changes rows that have no gradient"),
+        (offbeat.optimizer("SparseAdam"), Looking, "sparse gradients only, and that of scale is"),
+    ],
+    ids=["Adam", "momentum", "decay", "Adagrad", "a group", "your own", "dense"],
+)
+def test_optimizers_that_take_no_rows_are_refused_in_a_line(
+    optimizer: Optimizer, model: type[nn.Module], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        make_job(make_config({}), toy_recipe(model=model, data=sparse_tokens, optimizer=optimizer))
+    assert "\n" not in str(caught.value)
 
 
 def with_complex() -> nn.Module:

@@ -171,7 +171,10 @@ class Loop:
             slot.rates.copy_(torch.tensor(numbers, dtype=torch.float64))
         self._towers.write_buffers(slots[0].floats, slots[0].ints)
         self._towers.computed()
-        present = self._towers.take_gradient([slot.values for slot in slots])
+        if self._job.manifest.is_sparse:
+            present = self._towers.take_rows(slots, self._exchange.rows)
+        else:
+            present = self._towers.take_gradient([slot.values for slot in slots])
         return [here and trained for here, trained in zip(present, self._trained, strict=True)]
 
     def _take_in(self) -> None:

@@ -90,6 +90,8 @@ class Exchange:
         self._stop = stop
         self._incarnation = incarnation
         self._connect_timeout_s = connect_timeout_s
+        self.rows = [job.layout(shard).rows for shard in range(len(job.slices))]
+        """Where sparse tensors lie in each slice, if any do."""
         self._codecs = [job.make_codec() for _ in job.slices]
         """What they keep belongs to this worker and a shard, whichever connection there is."""
         self._links: list[WorkerEnd] = []
@@ -165,6 +167,8 @@ class Exchange:
             link.lend(self._towers.gradient[lo:hi])
         if len(self._job.slices) == 1:  # the only server's replies need no further copy
             self._towers.adopt(link.reply_slot.values)
+        elif layout.rows is not None:  # of which later replies leave out rows
+            params.copy_(link.reply_slot.values)
         return link
 
     # -- one exchange --------------------------------------------------------------------------
@@ -209,7 +213,10 @@ class Exchange:
             )
             for shard, (link, version) in enumerate(zip(self._links, self.versions, strict=True))
         ]
-        for link, header in zip(self._links, self._pushed, strict=True):
+        for link, header, rows in zip(self._links, self._pushed, self.rows, strict=True):
+            if rows is not None:
+                num_values, header.num_rows = rows.extent(link.gradient_slot.rows)
+                header.num_bytes = num_values * link.gradient_slot.values.element_size()
             link.push(header)
 
     def await_all(self) -> str:
@@ -254,11 +261,21 @@ class Exchange:
             link.reply_slot.mark.order()
         landing = self._towers.landing
         if landing is not self._links[0].reply_slot.values:  # not adopted
-            for link, (lo, hi) in zip(self._links, self._job.slices, strict=True):
-                mine, theirs = landing[lo:hi], link.reply_slot.values
+            for shard, (lo, hi) in enumerate(self._job.slices):
+                mine, theirs = landing[lo:hi], self._links[shard].reply_slot.values
                 if mine.data_ptr() != theirs.data_ptr():
-                    mine.copy_(theirs)
+                    self._copy(shard, theirs, mine)
         self.versions = [reply.version for reply in self._replies]
+
+    def _copy(self, shard: int, theirs: Tensor, mine: Tensor) -> None:
+        """What a reply has brought, from its slot."""
+        rows, reply = self.rows[shard], self._replies[shard]
+        if rows is None or not reply.num_rows:
+            mine.copy_(theirs)
+            return
+        num_values = reply.num_bytes // theirs.element_size()
+        said = self._links[shard].reply_slot.rows[: reply.num_rows]
+        rows.copy(theirs, mine, rows.read(said, num_values))
 
     # -- a server that went away ---------------------------------------------------------------
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from offbeat.accounts import REJECTED
 from offbeat.ledger import PushRecord
+from offbeat.rows import Ids, Known, Rows
 from offbeat.rules import Gradient
 from offbeat.shard import Updater, usable
-from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd
+from offbeat.transport.base import PushHeader, ReplyHeader, ServerEnd, Slot
 
 POLL_S = 0.2
 """How often workers that say nothing are looked at, and whether the server is to stop."""
@@ -42,6 +43,10 @@ class Session:
     it has a thread of its own."""
     base: Tensor | None = None
     """The parameters that its next gradient is computed on, where the rule looks at them."""
+    rows: Rows | None = None
+    """Where sparse tensors lie in the slice, if any do."""
+    known: Known | None = None
+    """Which of their rows the worker has, as they are."""
     trusts_worker: bool = field(init=False)
     """On a device the worker, of the same process, has looked at a gradient; nobody waits again."""
     record: PushRecord = field(init=False)
@@ -77,7 +82,12 @@ class Session:
             now,
         )
         slot = self.end.gradient_slot(header)
-        if header.void or not (self.trusts_worker or usable(slot.values)):
+        ids = None
+        if self.rows is not None:
+            slot = slot.filled(header)
+            ids = _read_rows(self.rows, slot)
+        is_readable = ids is not None or self.rows is None
+        if header.void or not is_readable or not (self.trusts_worker or usable(slot.values)):
             self.gradient = None
             self.record.outcome = REJECTED
             return
@@ -90,10 +100,15 @@ class Session:
             header.base_version,
             self.base,
             slot.rates if slot.rates.numel() else None,
+            ids,
         )
 
     def take_reply(self, header: ReplyHeader) -> None:
         """The reply slot is filled, by whichever thread: `send_reply` has something to send."""
+        if self.rows is not None and self.known is not None and self.known.news is not None:
+            slot, news = self.end.reply_slot, self.known.news
+            header.num_rows = self.rows.write(news, slot.rows)
+            header.num_bytes = self.rows.num_values(news) * slot.values.element_size()
         if self.base is not None:  # the gradient that is under way has the former one
             self.base = self.end.reply_slot.values.clone()
         self.reply = header
@@ -109,3 +124,11 @@ class Session:
             self.record.replied_s = clock()
             self.reply = None
             self.awaits_reply = False
+
+
+def _read_rows(rows: Rows, slot: Slot) -> Ids | None:
+    """Which rows a gradient has; None: what it says makes no sense."""
+    try:
+        return rows.read(slot.rows, slot.values.numel())
+    except ValueError:
+        return None

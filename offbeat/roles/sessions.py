@@ -25,6 +25,7 @@ from offbeat.ledger import Action, Dismiss, Ledger, Snapshot, cut
 from offbeat.roles.attendant import SessionAttendant
 from offbeat.roles.loop import Loop
 from offbeat.roles.session import LARGE_FROM, POLL_S, TICK_S, Session
+from offbeat.rows import Known
 from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
 from offbeat.streams import NO_MARK, Scope, make_mark, make_streams
@@ -136,7 +137,8 @@ class Sessions:
                 slot = end.reply_slot
                 self._turn.order()
                 slot.mark.order()
-                version, _ = self.shard.read(slot.values, slot.floats, slot.ints)
+                known = None if self.shard.rows is None else Known()
+                version, _ = self.shard.read(slot.values, slot.floats, slot.ints, known=known)
                 in_loop = end.descriptor is not None and not self._is_large
                 session = self._sessions[worker] = Session(
                     end,
@@ -146,6 +148,8 @@ class Sessions:
                     reply_made=threading.Condition(self._mutex) if self._is_locked else None,
                     outbox=self.loop.outbox if in_loop else None,
                     base=slot.values.clone() if self.shard.rule.needs_base else None,
+                    rows=self.shard.rows,
+                    known=known,
                 )
                 slot.mark.set()
                 self._turn.set()
@@ -297,7 +301,7 @@ class Sessions:
         them; its own thread sends both."""
         slot, record, ledger = session.end.reply_slot, session.record, self.ledger
         version, record.mixed = self.shard.read(
-            slot.values, slot.floats, slot.ints, session.updater
+            slot.values, slot.floats, slot.ints, session.updater, session.known
         )
         slot.mark.set()
         ledger.replied(record)

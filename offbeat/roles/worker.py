@@ -290,6 +290,8 @@ class Worker:
         slots = self._exchange.gradient_slots
         # before the gradient, for which `wait` waits
         self.towers.write_buffers(slots[0].floats, slots[0].ints)
+        if self.job.manifest.is_sparse:
+            return self.towers.take_rows(slots, self._exchange.rows, count)
         return self.towers.take_gradient([slot.values for slot in slots], count)
 
     def _take_in(self) -> None:

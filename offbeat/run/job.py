@@ -58,16 +58,24 @@ from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
 from offbeat.optim import Length, Optimizer, Schedule, named_optimizer, schedule_name
 from offbeat.place import Place, at
 from offbeat.plugins import Choice, find
-from offbeat.probing import Reach, reach_of
+from offbeat.probing import Reach, check_rows, reach_of
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import Recipe, accuracy, directions, metric_name
+from offbeat.rows import rows_of
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine, shared_gpu
 from offbeat.run.initial import Initial, fill, read_initial
 from offbeat.schedules import Rates, in_run
-from offbeat.shard import Shard, ShardState, partition, partition_tensors, segments_of
+from offbeat.shard import (
+    Shard,
+    ShardState,
+    partition,
+    partition_rows,
+    partition_tensors,
+    segments_of,
+)
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
@@ -220,11 +228,13 @@ class Job:
         is slower than it might be."""
         devices = self.devices(rank)
         more = [self.make_model() for _ in devices[1:]]
+        # which rows a sparse gradient has, no recording can know
+        captures = self.config.capture == AUTO and not self.manifest.is_sparse
         return Towers(
             [model, *more],
             devices,
             amp=self.amp is not None,
-            make_recorder=make_recorder if self.config.capture == AUTO else lambda device: None,
+            make_recorder=make_recorder if captures else lambda device: None,
             tell=tell,
             compiled=Compiled(self.config.batch_size, tell) if self.config.compile else None,
             slot_device=self.server_device,
@@ -247,7 +257,7 @@ class Job:
         return shared or CPU
 
     def _shared_gpu(self) -> torch.device | None:
-        if self.facts.engine != "inproc" or self.codec is not None:
+        if self.facts.engine != "inproc" or self.codec is not None or self.manifest.is_sparse:
             return None
         return shared_gpu([self.devices(rank) for rank in range(self.config.workers)])
 
@@ -262,6 +272,9 @@ class Job:
         lo, hi = self.slices[shard]
         first = shard == 0
         codec = self.make_codec()
+        rows = rows_of(self.manifest, lo, hi)
+        if codec is not None and rows is not None:
+            raise ConfigError("no codec can carry sparse gradients: train with sparse=False")
         return Layout(
             num_elements=hi - lo,
             num_tensors=len(self.manifest.tensors),
@@ -270,6 +283,7 @@ class Job:
             num_rates=self.num_rates,
             coded_bytes=None if codec is None else codec.capacity(hi - lo),
             device=self.server_device,
+            rows=rows,
         )
 
     def make_shard(self, index: int) -> Shard:
@@ -288,6 +302,7 @@ class Job:
             floats=torch.zeros(layout.num_floats, device=layout.device),
             ints=torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
             clip=self._make_clip() if self.config.merges else None,
+            rows=layout.rows,
         )
 
     @property
@@ -722,6 +737,8 @@ def cut_slices(manifest: Manifest, servers: int, *, whole: bool) -> tuple[tuple[
     """What each server has of the flat vector; `whole`: cut between tensors."""
     if whole:
         return tuple(partition_tensors(manifest, servers))
+    if manifest.is_sparse:
+        return tuple(partition_rows(manifest, servers))
     return tuple(partition(manifest.num_elements, servers))
 
 
@@ -737,6 +754,7 @@ def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
 
 def needs_whole_tensors(config: TrainConfig, optimizer: Optimizer, manifest: Manifest) -> bool:
     """Whether the slices are cut between tensors, which the optimizer may need."""
+    check_rows(optimizer, manifest, fused=config.fused)
     reach = reach_of(optimizer)
     if reach > Reach.ELEMENT and config.partition == ELEMENTS:
         raise ConfigError(

@@ -25,7 +25,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED
 from offbeat.errors import ConnectionClosedError
+from offbeat.rows import Rows
 from offbeat.streams import NO_MARK, Mark, make_mark
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -66,7 +67,10 @@ class PushHeader:
     masked: bool = False
     """Some tensors got no gradient: the slot's mask says which."""
     num_bytes: int = 0
-    """How many bytes of the slot a codec has filled; without a codec there are none to count."""
+    """How many bytes of the slot's values a codec has filled, or the rows of sparse tensors and all
+    that is dense; else there are none to count."""
+    num_rows: int = 0
+    """How many numbers of the slot's `rows` say which rows these are."""
 
 
 @dataclass(slots=True)
@@ -82,6 +86,10 @@ class ReplyHeader:
     """How often the server was started again; a worker refuses what belongs to another one."""
     last: bool = False
     """The run is being stopped, and the worker is to take no further step."""
+    num_bytes: int = 0
+    """How many bytes the rows are that have changed, with all that is dense; 0: all are sent."""
+    num_rows: int = 0
+    """How many numbers of the slot's `rows` say which rows these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,13 @@ class Layout:
     always do."""
     device: torch.device = CPU
     """Where slots lie, in a transport between threads."""
+    rows: Rows | None = None
+    """Where sparse tensors lie, of which no more travels than some rows; None: nowhere."""
+
+    @property
+    def num_rows(self) -> int:
+        """The most numbers that say which rows travel."""
+        return 0 if self.rows is None else self.rows.capacity
 
     @property
     def gradient(self) -> "Layout":
@@ -134,6 +149,9 @@ class Slot:
     rates: Tensor
     mark: Mark = NO_MARK
     """Set by whoever made it, and by the server when it has told the device to fill a reply."""
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Which rows of sparse tensors a gradient has, whose values are packed; or which ones have
+    changed in a reply, whose values are all in their places."""
 
     @classmethod
     def allocate(cls, layout: Layout) -> "Slot":
@@ -145,17 +163,27 @@ class Slot:
             torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
             torch.zeros(layout.num_rates, dtype=torch.float64),
             make_mark(layout.device),
+            torch.zeros(layout.num_rows, dtype=torch.int64),
         )
 
     @property
     def is_on_device(self) -> bool:
         return self.values.device.type != "cpu"
 
-    def filled(self, num_bytes: int) -> "Slot":
-        """Where a codec fills it: with no more of it than it has filled."""
+    def filled(self, header: PushHeader) -> "Slot":
+        """Where a codec fills it, or rows do: with no more of it than they have filled."""
+        if self.rows.numel():
+            num_values = header.num_bytes // self.values.element_size()
+            rows = self.rows[: header.num_rows]
+            return replace(self, values=self.values[:num_values], rows=rows)
         if self.values.dtype != torch.uint8:
             return self
-        return replace(self, values=self.values[: min(num_bytes, self.values.numel())])
+        return replace(self, values=self.values[: min(header.num_bytes, self.values.numel())])
+
+    @property
+    def without_rows(self) -> "Slot":
+        """With everything in its place, so that nothing has to be said of rows."""
+        return replace(self, rows=self.rows[:0]) if self.rows.numel() else self
 
     def copy_(self, other: "Slot") -> None:
         """Hold what `other` holds."""
@@ -164,6 +192,7 @@ class Slot:
         self.floats.copy_(other.floats)
         self.ints.copy_(other.ints)
         self.rates.copy_(other.rates)
+        self.rows.copy_(other.rows)
 
 
 class WorkerEnd(ABC):

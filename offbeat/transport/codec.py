@@ -155,7 +155,7 @@ class CodedServerEnd(ServerEnd):
         self._inner.answer_calls(answer, timeout_s)
 
     def _decode(self, header: PushHeader) -> PushHeader:
-        wire = self._inner.gradient_slot(header).filled(header.num_bytes).values
+        wire = self._inner.gradient_slot(header).filled(header).values
         try:
             self._codec.decode(wire, self._values[0])
         except Exception as error:  # one worker's bytes are no reason for all others to stop

@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.memory import aligned, make_memory, map_memory, view
+from offbeat.rows import Rows
 from offbeat.transport.base import (
     Answer,
     CallEnd,
@@ -97,7 +99,7 @@ def connect(
             if descriptor is not None:
                 os.close(descriptor)
         if descriptor is None:
-            _read_payload(connection, frame, slots.reply)
+            _read_payload(connection, frame, slots.reply.without_rows)
     except (ConnectionClosedError, ValueError) as error:
         connection.close()
         raise (
@@ -140,7 +142,7 @@ class SocketWorkerEnd(WorkerEnd):
         return self._slots.gradients[(self._num_pushed - 1) % 2]
 
     def push(self, header: PushHeader) -> None:
-        slot = self.gradient_slot.filled(header.num_bytes) if self._inline else None
+        slot = self.gradient_slot.filled(header) if self._inline else None
         self._num_pushed += 1
         box = self._slots.pushes
         if box is not None and not box.reader_sleeps():
@@ -157,9 +159,23 @@ class SocketWorkerEnd(WorkerEnd):
         if frame is None:
             return None
         expect(self._connection, frame, REPLY)
-        if self._inline:
-            _read_payload(self._connection, frame, self.reply_slot)
-        return frame.reply()
+        header = frame.reply()
+        if self._inline and self._slots.rows is not None and header.num_rows:
+            self._read_news(frame, header, self._slots.rows)
+        elif self._inline:
+            _read_payload(self._connection, frame, self.reply_slot.without_rows)
+        return header
+
+    def _read_news(self, frame: Frame, header: ReplyHeader, rows: Rows) -> None:
+        """Put the rows that have changed into their places."""
+        slot = self.reply_slot
+        num_values = min(header.num_bytes // slot.values.element_size(), slot.values.numel())
+        came = replace(slot, values=torch.empty(num_values), rows=slot.rows[: header.num_rows])
+        _read_payload(self._connection, frame, came)
+        try:
+            rows.unpack(came.values, rows.read(came.rows, num_values), slot.values)
+        except ValueError as error:
+            raise self._connection.lost(f"a reply that makes no sense: {error}") from error
 
     def beat(self) -> None:
         self._connection.try_to_send(_BEAT)
@@ -213,7 +229,7 @@ class SocketServerEnd(ServerEnd):
         slots = self._memory()
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
             if self._descriptor is None:
-                _send_payload(self._connection, pack_welcome, header, slots.reply)
+                _send_payload(self._connection, pack_welcome, header, slots.reply.without_rows)
             else:
                 self._connection.send(pack_welcome(header), descriptors=[self._descriptor])
         if self._descriptor is not None:  # the mapping is enough from now on
@@ -254,7 +270,7 @@ class SocketServerEnd(ServerEnd):
         self._num_received += 1
         header = frame.push()
         if self._inline:
-            slot = self.gradient_slot(header).filled(header.num_bytes)
+            slot = self.gradient_slot(header).filled(header)
             _read_payload(self._connection, frame, slot)
         return header
 
@@ -264,11 +280,20 @@ class SocketServerEnd(ServerEnd):
     def send(self, header: ReplyHeader) -> None:
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
             if self._inline:
-                _send_payload(self._connection, pack_reply, header, self._memory().reply)
+                _send_payload(self._connection, pack_reply, header, self._news(header))
             elif self._replies is None or self._replies.reader_sleeps():
                 self._connection.send_now(pack_reply(header))
             elif self._replies.put(pack_reply(header)):
                 self._connection.send_now(_BEAT)
+
+    def _news(self, header: ReplyHeader) -> Slot:
+        """What of the reply slot travels."""
+        slots = self._memory()
+        if slots.rows is None or not header.num_rows:
+            return slots.reply.without_rows
+        said = slots.reply.rows[: header.num_rows]
+        ids = slots.rows.read(said, header.num_bytes // slots.reply.values.element_size())
+        return replace(slots.reply, values=slots.rows.pack(slots.reply.values, ids), rows=said)
 
     def is_open(self) -> bool:
         return not self._connection.is_closed and not self._poll.poll(0)
@@ -428,6 +453,7 @@ class _Slots:
     the headers that go each way."""
 
     def __init__(self, layout: Layout, buffer: mmap.mmap | None = None) -> None:
+        self.rows = layout.rows
         start = 0
         made = []
         for part in (layout.gradient, layout.gradient, layout):
@@ -457,6 +483,7 @@ def _slot_bytes(layout: Layout) -> int:
         + aligned(4 * layout.num_floats)
         + aligned(8 * layout.num_ints)
         + aligned(8 * layout.num_rates)
+        + aligned(8 * layout.num_rows)
         + aligned(layout.num_tensors)
     )
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # memory is pinned for a GPU by whole pages
@@ -466,13 +493,15 @@ def _slot_in(layout: Layout, buffer: mmap.mmap, start: int) -> Slot:
     floats_at = start + aligned(layout.dtype.itemsize * layout.num_elements)
     ints_at = floats_at + aligned(4 * layout.num_floats)
     rates_at = ints_at + aligned(8 * layout.num_ints)
-    mask_at = rates_at + aligned(8 * layout.num_rates)
+    rows_at = rates_at + aligned(8 * layout.num_rates)
+    mask_at = rows_at + aligned(8 * layout.num_rows)
     return Slot(
         values=view(buffer, layout.dtype, layout.num_elements, start),
         mask=view(buffer, torch.uint8, layout.num_tensors, mask_at),
         floats=view(buffer, torch.float32, layout.num_floats, floats_at),
         ints=view(buffer, torch.int64, layout.num_ints, ints_at),
         rates=view(buffer, torch.float64, layout.num_rates, rates_at),
+        rows=view(buffer, torch.int64, layout.num_rows, rows_at),
     )
 
 
@@ -485,7 +514,7 @@ def _call_bytes(layout: Layout) -> int:
 
 
 def _parts(slot: Slot) -> list[memoryview]:
-    tensors = (slot.values, slot.mask, slot.floats, slot.ints, slot.rates)
+    tensors = (slot.values, slot.mask, slot.floats, slot.ints, slot.rates, slot.rows)
     return [as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 

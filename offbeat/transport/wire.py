@@ -27,8 +27,10 @@ from offbeat.transport.base import Message, PushHeader, ReplyHeader, WelcomeHead
 MAGIC = b"OFFB"
 FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
 """magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
-sequence, batch, base version, reply version + 1, and the settled sequence, or in a push how many
-bytes a codec has filled: 76 bytes. Zero is what a type of frame has nothing to say of."""
+sequence, batch, base version, reply version + 1, and the settled sequence: 76 bytes. Zero is what a
+type of frame has nothing to say of. Where not all values are sent, the last one says in pushes and
+replies how many bytes of them are; how many numbers tell rows stands in a push in the place of the
+reply version, and in a reply in that of the batch."""
 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
 FINISH = 12
@@ -88,17 +90,17 @@ class Frame:
         return int(self._fields[10])
 
     def push(self) -> PushHeader:
-        _, _, _, _, flags, shard, worker, incarnation, epoch, _, sequence, batch, base, _, size = (
-            self._fields
-        )
+        (_, _, _, _, flags, shard, worker, incarnation, epoch) = self._fields[:9]
+        (_, sequence, batch, base, num_rows, size) = self._fields[9:]
         void, masked = flags & _FLAG != 0, flags & _MASKED != 0
         return PushHeader(
-            worker, incarnation, sequence, base, batch, epoch, shard, void, masked, size
+            worker, incarnation, sequence, base, batch, epoch, shard, void, masked, size, num_rows
         )
 
     def reply(self) -> ReplyHeader:
-        _, _, _, status, flags, _, _, _, epoch, _, sequence, _, _, version, _ = self._fields
-        return ReplyHeader(sequence, version - 1, OUTCOMES[status], epoch, flags & _LAST != 0)
+        _, _, _, status, flags, _, _, _, epoch, _, sequence, rows, _, version, size = self._fields
+        last = flags & _LAST != 0
+        return ReplyHeader(sequence, version - 1, OUTCOMES[status], epoch, last, size, rows)
 
     def welcome(self) -> WelcomeHeader:
         _, _, _, _, flags, _, _, _, epoch, _, _, _, _, version, settled = self._fields
@@ -126,7 +128,7 @@ def pack_push(header: PushHeader, length: int = 0) -> bytes:
         header.sequence,
         header.batch,
         header.base_version,
-        0,
+        header.num_rows,
         header.num_bytes,
     )
 
@@ -134,9 +136,9 @@ def pack_push(header: PushHeader, length: int = 0) -> bytes:
 def pack_reply(header: ReplyHeader, length: int = 0) -> bytes:
     status, flags = _STATUS_NUMBERS[header.status], _LAST if header.last else 0
     sequence, version, epoch = header.sequence, header.version + 1, header.epoch
-    return FORMAT.pack(
-        MAGIC, PROTOCOL, REPLY, status, flags, 0, 0, 0, epoch, length, sequence, 0, 0, version, 0
-    )
+    size, rows = header.num_bytes, header.num_rows
+    said = (length, sequence, rows, 0, version, size)
+    return FORMAT.pack(MAGIC, PROTOCOL, REPLY, status, flags, 0, 0, 0, epoch, *said)
 
 
 def pack_welcome(header: WelcomeHeader, length: int = 0) -> bytes:

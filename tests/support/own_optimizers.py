@@ -111,3 +111,16 @@ class Rateless(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
+
+
+class Decaying(torch.optim.Optimizer):
+    """Takes sparse gradients, and makes all parameters smaller."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.99).add_(param.grad, alpha=-group["lr"])

@@ -22,6 +22,7 @@ from offbeat.flat import Manifest, TensorSpec
 from offbeat.ledger import Ledger
 from offbeat.roles.calls import state_from
 from offbeat.roles.server import Server
+from offbeat.rows import rows_of
 from offbeat.run.events import EventLog, read_events
 from offbeat.shard import Shard, ShardState, segments_of
 from offbeat.transport.base import Layout, Listener, PushHeader, ReplyHeader, WorkerEnd
@@ -149,20 +150,23 @@ class Rig:
         server_options: dict[str, Any] | None = None,
         ledger_options: dict[str, Any] | None = None,
         make_codec: Callable[[], Codec | None] = lambda: None,
+        manifest: Manifest | None = None,
         **shard_options: Any,
     ) -> None:
         self.make_codec = make_codec
         self.hands: list[Hand] = []
-        self.manifest = manifest_of(sizes)
+        self.manifest = manifest or manifest_of(sizes)
         optimizer = shard_options.pop("optimizer", SGD(lr=1.0))
         total = self.manifest.num_elements
+        self.rows = rows_of(self.manifest, 0, total)
         self.shard = Shard(
             torch.zeros(total),
             segments_of(self.manifest, optimizer, 0, total),
             optimizer,
+            rows=self.rows,
             **shard_options,
         )
-        codec, plain = make_codec(), Layout(total, len(self.manifest.tensors))
+        codec, plain = make_codec(), Layout(total, len(self.manifest.tensors), rows=self.rows)
         self.layout = plain if codec is None else coded(plain, codec)
         self.listener = open_listener(transport, self.layout)
         self.log = logging.Logger("test")
