@@ -40,8 +40,8 @@ class Gradient:
     """Those parameters, for a rule that `needs_base`."""
     rates: Tensor | None = None
     """The numbers of the optimizer's options that its worker wants; None: the servers' own."""
-    ids: Sequence[Tensor] | None = None
-    """Which rows of sparse tensors it has; None: the slice has no such tensor."""
+    ids: Sequence[Tensor] = ()
+    """Which rows it has of each sparse tensor."""
 
 
 class Rule(Plugin, ABC):

@@ -334,7 +334,7 @@ class Updater:
     ) -> tuple[Tensor, Ids]:
         """What the rule makes of gradients that have different rows: it is shown each of them, and
         the parameters, with the rows that any has."""
-        each = [gradient.ids or [] for gradient in gradients]
+        each = [gradient.ids for gradient in gradients]
         ids = joined(each, len(rows.sparse))
         if len(gradients) > 1:
             gradients = [

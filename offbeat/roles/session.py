@@ -82,12 +82,11 @@ class Session:
             now,
         )
         slot = self.end.gradient_slot(header)
-        ids = None
+        ids: Ids | None = ()
         if self.rows is not None:
             slot = slot.filled(header)
             ids = _read_rows(self.rows, slot)
-        is_readable = ids is not None or self.rows is None
-        if header.void or not is_readable or not (self.trusts_worker or usable(slot.values)):
+        if header.void or ids is None or not (self.trusts_worker or usable(slot.values)):
             self.gradient = None
             self.record.outcome = REJECTED
             return

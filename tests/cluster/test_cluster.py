@@ -304,6 +304,30 @@ def test_a_worker_whose_connections_break_goes_on(
         assert result.summary["status"] == "finished"
 
 
+def test_sparse_gradients_survive_connections_that_break(
+    tmp_path: Path, proxies: list[Proxy]
+) -> None:
+    options = {"recipe": "sparse:recipe", "discipline": "apply-reply", "epochs": 20}
+    with cluster(tmp_path, servers=2, workers=2, **options) as made:
+        proxies += [Proxy(address) for address in made.hosts.addresses]
+        made.start_servers()
+        worker = made.start_worker(1, tuple(proxy.address for proxy in proxies))
+        master = made.start_master()
+        for number in range(4):
+            reached = 40 * (number + 1)
+            wait_until(
+                lambda reached=reached: made.run_dir.exists() and made.num_updates() > reached,  # type: ignore[misc]
+                "it is under way",
+            )
+            proxies[number % 2].cut()
+        result = finish(made, master)
+        assert any("looking for it" in line for line in worker.lines), "nothing broke"
+        applied = made.applied()
+        assert set(applied.values()) == {1}, "something was applied twice"
+        assert len(applied) == 2 * 2 * 20 * 6, "a gradient was lost"
+        assert result.summary["status"] == "finished"
+
+
 # -- handshakes ------------------------------------------------------------------------------------
 
 

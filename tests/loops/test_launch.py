@@ -286,6 +286,36 @@ def test_optimizers_of_other_kinds_come_to_the_same(
     assert (tmp_path / "run" / "report.html").exists()
 
 
+WITH_ROWS = SHORT.replace(
+    "model = make_model()",
+    """
+torch.sparse.check_sparse_tensor_invariants.disable()
+model = nn.EmbeddingBag(40, 3, sparse=True, mode="sum")
+nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(5))
+
+def batches(count):
+    generator = torch.Generator().manual_seed(offbeat.rank())
+    for number in range(count):
+        x = torch.randint(0, 40, (8, 3), generator=generator)
+        yield x, x.sum(1) % 3
+""",
+)
+
+
+@pytest.mark.parametrize(
+    "made",
+    ["SparseAdam(model.parameters(), lr=0.05)", "Adagrad(model.parameters(), lr=0.05)"],
+)
+def test_sparse_gradients_come_to_the_same(
+    made: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    script = WITH_ROWS.replace("{made}", made)
+    alone(tmp_path, script, str(tmp_path / "alone.pt"))
+    run(tmp_path, script, str(tmp_path / "one.pt"), servers=2, forks=forks)
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "one"))
+    assert torch.equal(expected["weight"], found["weight"])
+
+
 def test_another_model_is_not_given_the_checkpoints_weights(
     tmp_path: Path, forks: ForkServer | None
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from coding import Halves
 from helpers import toy_job
+from sparse import sparse_recipe
 from torch import Tensor
 
 from offbeat.accounts import APPLIED, DROPPED
@@ -492,3 +493,48 @@ def test_servers_hear_that_the_worker_is_alive(rigged: Any) -> None:
     rig = rigged([links[0]], [links[1]], worker_timeout=0.1)
     rig.exchange.join()
     assert all(link.heard.wait(T) for link in links)
+
+
+# -- rows of sparse tensors ------------------------------------------------------------------------
+
+
+def without_rows(job: Job, shard: int) -> ReplyHeader:
+    """A reply with all that is dense, and no row; as a slot of zeros says, too."""
+    rows = job.layout(shard).rows
+    assert rows is not None
+    none = [torch.empty(0, dtype=torch.int64) for _ in rows.sparse]
+    num_bytes = 4 * rows.num_values(none)
+    return reply(1, 1, num_bytes=num_bytes, num_rows=len(none))
+
+
+def test_rows_that_a_reply_leaves_out_stay_as_they_were(rigged: Any) -> None:
+    job = toy_job(sparse_recipe(), servers=2, workers=2)
+    links = [ScriptedLink(float(n), welcome(0), without_rows(job, n)) for n in (0, 1)]
+    made = rigged([links[0]], [links[1]], recipe=sparse_recipe())
+    made.exchange.join()
+    assert made.landed() == [{0.0}, {1.0}]
+    made.push(1)
+    header, _ = links[1].pushed[0]
+    rows = job.layout(1).rows
+    assert (header.num_rows, header.num_bytes) == (len(rows.sparse), without_rows(job, 1).num_bytes)
+    links[1].reply_slot.values.fill_(7.0)
+    made.exchange.await_all()
+    lo, hi = job.slices[1]
+    for piece in rows.pieces:
+        landed = made.place.landing[lo:hi][piece.lo : piece.hi]
+        assert set(landed.tolist()) == ({1.0} if piece.width else {7.0})
+
+
+def test_a_new_connection_brings_every_row(rigged: Any) -> None:
+    """Before the replies on it, which leave some out."""
+    job = toy_job(sparse_recipe(), servers=2, workers=2)
+    broken = ScriptedLink(1.0, welcome(0), BROKEN)
+    again = ScriptedLink(5.0, welcome(0), without_rows(job, 0))
+    other = ScriptedLink(2.0, welcome(0), without_rows(job, 1))
+    made = rigged([broken, again], [other], recipe=sparse_recipe())
+    made.exchange.join()
+    made.push(1)
+    assert made.exchange.await_all() == APPLIED
+    assert made.landed() == [{5.0}, {2.0}]
+    (header, payload), (header_again, payload_again) = broken.pushed[0], again.pushed[0]
+    assert (header.num_rows, payload) == (header_again.num_rows, payload_again)
