@@ -154,7 +154,7 @@ class Optimizer:
         except Exception as error:
             hint = "; try without --fused" if fused else ""
             raise ConfigError(
-                f"torch refuses the optimizer {self.kind}: {_words(error)}{hint}"
+                f"torch refuses the optimizer {self.kind}: {complaint(error)}{hint}"
             ) from error
 
     def check_shapes(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
@@ -165,7 +165,7 @@ class Optimizer:
             self.build(params, [self.group_of(name) for name, _ in shapes])
         except Exception as error:
             raise ConfigError(
-                f"torch refuses the optimizer {self.kind} for this model: {_words(error)}; "
+                f"torch refuses the optimizer {self.kind} for this model: {complaint(error)}; "
                 f"others can have one of their own: groups={{'*.bias': offbeat.AdamW(lr=...)}}"
             ) from error
 
@@ -296,7 +296,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _words(error: Exception) -> str:
+def complaint(error: Exception) -> str:
     """torch's own complaints say enough; of another's the place helps."""
     known = isinstance(error, AssertionError | TypeError | ValueError | RuntimeError)
     return str(error).partition("\n")[0] if known and str(error) else in_a_line(error)

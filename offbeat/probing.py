@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offbeat.aliases import check_kept
 from offbeat.errors import ConfigError, in_a_line
 from offbeat.flat import Manifest
-from offbeat.optim import OF_TORCH, WHOLE, Optimizer
+from offbeat.optim import OF_TORCH, WHOLE, Optimizer, complaint
 from offbeat.rows import make_sparse, trust_rows
 
 SHAPE = (6, 4)
@@ -59,8 +59,8 @@ def check_rows(optimizer: Optimizer, manifest: Manifest, *, fused: bool = False)
             name = next(s.name for s in trained if s.sparse and optimizer.group_of(s.name) == index)
             raise ConfigError(
                 f"the optimizer {members[index]} cannot be used for {name}, whose gradient is "
-                f"sparse: {reason}; SGD with a learning rate alone, Adagrad and SparseAdam can, "
-                f"for the others too or for it alone (groups={{{name!r}: ...}})"
+                f"sparse: {reason}; these can: SGD without momentum and weight decay, Adagrad, "
+                f"SparseAdam, also for it alone (groups={{{name!r}: offbeat.SGD(lr=0.1)}})"
             )
 
 
@@ -74,7 +74,7 @@ def _refusal(optimizer: Optimizer, fused: bool) -> str:
             param.grad = make_sparse(torch.tensor([1]), torch.ones(1, SHAPE[1]), SHAPE[0])
             made.step()
     except Exception as error:
-        return in_a_line(error)
+        return complaint(error)
     if any(isinstance(kept, Tensor) and kept.is_sparse for kept in made.state[param].values()):
         return "what it keeps is sparse too, which no checkpoint can hold"
     if not bool((param[2:] == 1).all()):

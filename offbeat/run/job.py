@@ -616,7 +616,7 @@ def make_job(
     if config.server_device == "cuda" and job.server_device == CPU:
         raise ConfigError(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
-            "(--engine inproc) and compute on one GPU, one each"
+            "(--engine inproc) and compute on one GPU, one each, and no sparse gradients"
         )
     job = dataclasses.replace(job, facts=_with_length(job, checkpoint))
     # a schedule that needs a length, or takes other arguments, says so now
