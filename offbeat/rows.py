@@ -60,6 +60,8 @@ class Rows:
 
     pieces: tuple[Piece, ...]
     """In their order, without a gap."""
+    num_tensors: int
+    """Of the model, also those that the slice has nothing of."""
 
     @functools.cached_property
     def sparse(self) -> tuple[Piece, ...]:
@@ -174,9 +176,11 @@ class Rows:
         return out
 
     def sizes(self, ids: Ids) -> list[int]:
-        """How many elements of each tensor are packed."""
-        given = iter(ids)
-        return [piece.size(next(given) if piece.width else None) for piece in self.pieces]
+        """How many elements are packed of each of the model's tensors."""
+        given, sizes = iter(ids), [0] * self.num_tensors
+        for piece in self.pieces:
+            sizes[piece.tensor] = piece.size(next(given) if piece.width else None)
+        return sizes
 
     def gradient(self, packed: Tensor, ids: Ids, lo: int, hi: int) -> Tensor:
         """What of it is for the elements from lo to hi of the slice: one of the sparse tensors, as
@@ -262,7 +266,7 @@ def rows_of(manifest: Manifest, lo: int, hi: int) -> Rows | None:
         if start < end:
             place = (start - spec.offset, start - lo, end - lo)
             pieces.append(Piece(index, *place, width=spec.width))
-    return Rows(tuple(pieces))
+    return Rows(tuple(pieces), len(manifest.tensors))
 
 
 def trust_rows() -> None:

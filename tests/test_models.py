@@ -10,14 +10,14 @@ import pytest
 import torch
 from helpers import make_plain_optimizer, plain_loop, toy_recipe
 from own_optimizers import Decaying
-from sparse import OPTIMIZERS, Looking, Tables, plain_sparse_loop, sparse_recipe
+from sparse import NUM_ROWS, OPTIMIZERS, Looking, Tables, plain_sparse_loop, sparse_recipe
 from sparse import tokens as sparse_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import offbeat
-from offbeat import Recipe
+from offbeat import SGD, Recipe
 from offbeat.config import make_config
 from offbeat.errors import ConfigError, ModelError
 from offbeat.optim import Optimizer
@@ -31,6 +31,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+WITH_MUON = offbeat.SGD(
+    lr=0.1,
+    groups={
+        "*ead.weight": offbeat.optimizer("Muon", lr=0.02),
+        "words.*": offbeat.optimizer("SparseAdam", lr=0.02),
+    },
+)
+"""Which needs whole tensors."""
 
 
 class Tied(nn.Module):
@@ -159,6 +169,20 @@ def test_sparse_gradients_come_to_what_a_plain_loop_does(
         assert torch.equal(found[key], tensor), key
 
 
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), WITH_MUON], ids=["asked for", "needed"])
+def test_sparse_tensors_may_be_whole(
+    optimizer: Optimizer, tmp_path: Path, one_thread: None
+) -> None:
+    recipe = sparse_recipe(optimizer=optimizer)
+    shared = {"workers": 1, "threads": 1, "steps": 12, "servers": 3}
+    asked = {"partition": "tensors"} if optimizer is not WITH_MUON else {}
+    expected = plain_sparse_loop(make_job(make_config(shared), recipe))
+    options = {"engine": "inproc", "quiet": True, "run_dir": tmp_path / "r", **shared, **asked}
+    found = offbeat.train(recipe, **options).state_dict()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
 @pytest.mark.parametrize("discipline", ["sync", "apply-reply", "reply-apply", "lock-free"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_several_workers_train_on_sparse_gradients(
@@ -204,6 +228,32 @@ def like_dense(sparse: bool) -> nn.Module:
     model = Looking()
     model.words.sparse = model.bag.sparse = sparse
     return model
+
+
+class Reused(nn.Module):
+    """A table whose weights are used elsewhere, which no layer tells; and an empty tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.words = nn.Embedding(NUM_ROWS, 3, sparse=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        looked_up = self.words(tokens).mean(1)
+        logits: Tensor = looked_up + self.words.weight.sum(0) + self.nothing.sum()
+        return logits
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1e9, "discipline": "sync", "servers": 1}])
+def test_a_sparse_tensor_with_a_dense_gradient_has_every_row(
+    options: dict[str, Any], servers: int, tmp_path: Path, one_thread: None
+) -> None:
+    recipe = sparse_recipe(model=Reused)
+    shared = {"workers": 1, "threads": 1, "steps": 10, "servers": servers, **options}
+    expected = plain_sparse_loop(make_job(make_config(shared), recipe))
+    result = offbeat.train(recipe, engine="inproc", quiet=True, run_dir=tmp_path / "r", **shared)
+    assert torch.equal(result.state_dict()["words.weight"], expected["words.weight"])
 
 
 def test_rows_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows of sparse tensors: packed, told of, and exchanged."""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rig import Hand, Rig, rig
+from rig import Hand, Rig, in_threads, rig
 from sparse import Looking
 from torch import Tensor, nn
 
@@ -240,12 +241,18 @@ def test_a_round_is_the_mean_over_the_rows_of_all(
             assert torch.equal(hands[0].params, made.shard.params)
 
 
-def test_lock_free_loses_no_row(tmp_path: Path, manifest: Manifest) -> None:
-    with rig(tmp_path, "lock-free", 2, manifest=manifest, transport="tcp") as made:
+@pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])
+def test_lock_free_leaves_out_no_row_that_changes_meanwhile(
+    tmp_path: Path, manifest: Manifest, transport: str
+) -> None:
+    def train(hand: RowHand) -> None:
+        for step in range(40):
+            hand.push(make_parts(manifest, 40 * hand.hand.worker + step))
+            hand.hand.reply()
+
+    with rig(tmp_path, "lock-free", 2, manifest=manifest, transport=transport) as made:
         hands = [RowHand(made, hand) for hand in made.join_all(2)]
-        for step in range(20):
-            hands[step % 2].push(make_parts(manifest, step))
-            hands[step % 2].hand.reply()
+        in_threads(*(functools.partial(train, hand) for hand in hands))
         nothing: list[Part] = [None for _ in manifest.tensors]
         mask = torch.zeros(len(manifest.tensors), dtype=torch.uint8)
         for hand in hands:  # one more each, whose replies have what came after the last
