@@ -164,7 +164,7 @@ class Shard:
         if rows is not None:
             trust_rows()
         self.changes = None if rows is None else Changes(rows)
-        """Which rows replies need not leave out."""
+        """Which rows a reply has to bring."""
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
         self.updaters: list[Updater] = []
@@ -391,9 +391,8 @@ class Updater:
         else:
             rates = self._options(wanted.tolist())
             is_plain = self.stateless and is_plain_sgd(rates)
-        if (
-            is_plain and mask is None and ids is None and len(self.aliases) == 1
-        ):  # the most common case
+        # the most common case
+        if is_plain and mask is None and ids is None and len(self.aliases) == 1:
             self.shard.params.add_(values, alpha=-rates[self._group_indices[0]]["lr"])
             return
         present = [a for a in self.aliases if mask is None or mask[a.segments[0].tensor]]
