@@ -5,6 +5,7 @@ ranks. It is JSON: nothing of the user's is pickled.
 """
 
 import inspect
+import itertools
 import sys
 import threading
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import nn
 
 from offbeat.errors import ConnectionClosedError, ModelError
 from offbeat.flat import Manifest, describe, plain_name
-from offbeat.optim import NOT_OPTIONS, Optimizer
+from offbeat.optim import NOT_OPTIONS, Optimizer, with_numbers
 from offbeat.run.rundir import RunFolder
 
 POLL_S = 0.05
@@ -41,6 +42,16 @@ class Description:
             optimizer=Optimizer(**found["optimizer"]),
         )
 
+    def is_like(self, other: "Description") -> bool:
+        """Whether nothing differs but numbers among the options, which travel with each gradient
+        and may have been changed since: by a schedule, or by what was loaded."""
+        return self._without_numbers() == other._without_numbers()
+
+    def _without_numbers(self) -> tuple[Any, ...]:
+        optimizer = self.optimizer
+        options = [with_numbers(m.options, itertools.repeat(0.0)) for m in optimizer.members]
+        return self.manifest, optimizer.kind, optimizer.by_name, options
+
     @classmethod
     def wait_for(cls, folder: RunFolder, stop: threading.Event) -> "Description":
         """Until rank 0 has written it; a ConnectionClosedError where the run ends before."""
@@ -58,7 +69,7 @@ def describe_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Descrip
         raise ModelError(f"distribute takes one of torch's optimizers, not a {type(optimizer)}")
     manifest = describe(model, anywhere=True)
     missing = set(option_names(optimizer)) - set(optimizer.param_groups[0])
-    if missing and getattr(torch.optim, type(optimizer).__name__, None) is not type(optimizer):
+    if missing and not _is_of_torch(class_of(optimizer)):
         raise ModelError(
             f"the servers cannot know the optimizer's option {min(missing)}: an optimizer of your "
             f"own keeps its options in its parameter groups"
@@ -67,7 +78,7 @@ def describe_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Descrip
     return Description(
         manifest=manifest,
         optimizer=Optimizer(
-            kind=_name_of(type(optimizer)),
+            kind=_name_of(class_of(optimizer)),
             options=first,
             groups={str(index): options for index, options in enumerate(others, start=1)},
             by_name=_by_name(model, optimizer),
@@ -80,8 +91,14 @@ def options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[
     return {name: plain(group[name]) for name in option_names(optimizer) if name in group}
 
 
+def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """What the script made; a distributed one's own says what that was."""
+    made: type[torch.optim.Optimizer] = getattr(optimizer, "_offbeat_class", type(optimizer))
+    return made
+
+
 def option_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    known = inspect.signature(type(optimizer).__init__).parameters
+    known = inspect.signature(class_of(optimizer).__init__).parameters
     return [name for name in known if name not in ("self", "params", *NOT_OPTIONS)]
 
 
@@ -95,9 +112,13 @@ def plain(value: Any) -> Any:
 def _name_of(kind: type[torch.optim.Optimizer]) -> str:
     """Where the servers find it: in torch, or in a module or script of the user's."""
     name, module = kind.__name__, kind.__module__
-    if getattr(torch.optim, name, None) is kind:
+    if _is_of_torch(kind):
         return name
     return f"{sys.argv[0] if module == '__main__' else module}:{kind.__qualname__}"
+
+
+def _is_of_torch(kind: type[torch.optim.Optimizer]) -> bool:
+    return getattr(torch.optim, kind.__name__, None) is kind
 
 
 def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -5,7 +5,7 @@
 
 Started by itself the script runs as if none of this were there. Started by `offbeat launch`, the
 optimizer keeps its parameter groups, its class and whoever holds it; `step` is an exchange with the
-servers, which keep what it would have kept.
+servers, which keep what it would have kept. What they keep is what `state_dict` gives.
 """
 
 import math
@@ -18,13 +18,15 @@ from torch import nn
 from offbeat.errors import ConfigError, ModelError
 from offbeat.loops import seat
 from offbeat.loops.loop import Loop
+from offbeat.loops.waiting import Waiting
 
 
 def distribute(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer, whose `step()` is an exchange with the servers where the script was launched.
 
-    The model has rank 0's weights from here on, or those of the checkpoint that the run goes on
-    from. One model and one optimizer in a script; parameters are the model's own.
+    The run begins with the weights and the optimizer's state that rank 0 has at its first step, or
+    those of the checkpoint that it goes on from; the other ranks' models have them from here on.
+    One model and one optimizer in a script; parameters are the model's own.
     """
     here = seat.taken
     if here is None:
@@ -34,11 +36,10 @@ def distribute(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opti
             "distribute was called before: a run has one model and one optimizer; put several "
             "models into an nn.ModuleList, and their parameters into groups of one optimizer"
         )
-    loop = Loop(here, model, optimizer)
-    here.control.reports(loop.progress)
-    here.loop = loop
-    loop.join()
-    _take_over(optimizer, loop)
+    waiting = Waiting(here, model, optimizer)
+    here.loop = waiting
+    _take_over(optimizer)
+    optimizer._offbeat_loop = waiting if waiting.may_wait else waiting.joined()  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -52,12 +53,12 @@ def log(**values: float) -> None:
         here.loop.next_loss = float(values.get("loss", math.nan))
 
 
-def _take_over(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+def _take_over(optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer another `step`, in place: a scheduler or a trainer may hold it already."""
     of_torch = type(optimizer)
     vars(optimizer).pop("step", None)  # a scheduler's, around that of its class
-    optimizer.__class__ = type(of_torch.__name__, (_Distributed, of_torch), {})
-    optimizer._offbeat_loop = loop  # type: ignore[attr-defined]
+    told = {"_offbeat_class": of_torch}
+    optimizer.__class__ = type(of_torch.__name__, (_Distributed, of_torch), told)
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,10 +76,26 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)  # type: ignore[arg-type, unused-ignore]
 _hooked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+_hooked_step.hooked = True  # type: ignore[attr-defined] # or torch would do so again
 
 
-class _Distributed:
+class _Distributed(torch.optim.Optimizer):
+    _offbeat_loop: Waiting | Loop
     step = _hooked_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch gives it, with what the servers' optimizers keep; on every rank."""
+        own, self.state = self.state, self._offbeat_loop.kept()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The groups are taken over. So is the rest, from rank 0 and before its first step."""
+        self._offbeat_loop.check_loading()
+        super().load_state_dict(state_dict)
+        self._offbeat_loop.loaded()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError(

@@ -1,14 +1,19 @@
 """The job of somebody's own loop: what servers, master and workers have to know of it."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from offbeat.config import TrainConfig
-from offbeat.flat import Manifest
+from offbeat.flat import FlatModel, Manifest
 from offbeat.loops.description import Description
 from offbeat.optim import SGD, numbers_of
 from offbeat.recipes.base import Recipe
 from offbeat.run.job import Facts, Job, check_servers, cut_slices, needs_whole_tensors
+from offbeat.shard import ShardState
 
 CHECKPOINT_EVERY = 1000
 """Updates, where nobody says otherwise: what an epoch is the script alone knows."""
@@ -21,7 +26,18 @@ def _is_the_scripts(*arguments: object) -> NoReturn:
 _RECIPE = Recipe(model=_is_the_scripts, data=_is_the_scripts, loss=_is_the_scripts)
 
 
-def make_loop_job(config: TrainConfig, description: Description | None) -> Job:
+@dataclass(frozen=True, kw_only=True)
+class LoopJob(Job):
+    kept: Sequence[Mapping[str, Tensor]] = field(default=(), repr=False, compare=False)
+    """What the optimizer of rank 0 brings along, for each slice; known where the books are kept."""
+
+    def initial_state(self, index: int, model: FlatModel) -> ShardState:
+        begun = super().initial_state(index, model)
+        kept = self.kept[index] if self.kept else {}
+        return dataclasses.replace(begun, tensors={**begun.tensors, **kept})
+
+
+def make_loop_job(config: TrainConfig, description: Description | None) -> LoopJob:
     """None: what is trained is not known yet, and neither are the servers' slices."""
     manifest = Manifest(tensors=(), floats=(), ints=(), frozen=(), aliases={})
     optimizer = SGD()
@@ -31,7 +47,7 @@ def make_loop_job(config: TrainConfig, description: Description | None) -> Job:
     if is_known:
         check_servers(config, manifest)
     whole = is_known and needs_whole_tensors(config, optimizer, manifest)
-    return Job(
+    return LoopJob(
         config=config,
         recipe=_RECIPE,
         optimizer=optimizer,

@@ -9,9 +9,12 @@ was (state.py) does not go through them either.
 """
 
 import contextlib
+import dataclasses
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,15 +22,21 @@ from offbeat.errors import ConnectionClosedError, ModelError
 from offbeat.flat import FlatModel
 from offbeat.loops.description import Description, describe_loop, option_names, plain
 from offbeat.loops.job import make_loop_job
+from offbeat.loops.kept import from_servers, to_servers
 from offbeat.loops.seat import Seat
 from offbeat.optim import numbers_of
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.exchange import Exchange
 from offbeat.roles.faults import make_faults
+from offbeat.roles.master import RemoteServer
 from offbeat.roles.run import Books
 from offbeat.run.addresses import ClusterNetwork
 from offbeat.run.rundir import role_name
 from offbeat.towers import Towers
+from offbeat.transport.base import keep_trying
+
+SHOW_TIMEOUT_S = 120.0
+"""How long a server that is being started again may take to show what it keeps."""
 
 
 class StoppedError(SystemExit):
@@ -43,12 +52,13 @@ class Loop:
     ) -> None:
         self._seat = seat
         self._optimizer = optimizer
-        description = describe_loop(model, optimizer)
+        description = self._agree(describe_loop(model, optimizer))
         groups = optimizer.param_groups
         self._options = [name for name in option_names(optimizer) if name in groups[0]]
-        self._agree(description)
+        self._description = description
         self._job = make_loop_job(seat.config, description)
         flat = FlatModel(model, description.manifest)
+        self._parameters = flat.parameters
         flat.keeps_gradients = True
         self._trained = [
             spec.name in description.optimizer.by_name for spec in flat.manifest.tensors
@@ -82,9 +92,10 @@ class Loop:
         self._since_s = 0.0
 
     def _make_books(self, model: FlatModel) -> Books:
-        seat = self._seat
+        seat, job = self._seat, self._job
+        kept = to_servers(self._optimizer.state, model.parameters, self._description, job.slices)
         context = Context(
-            job=self._job,
+            job=dataclasses.replace(job, kept=kept),
             records=seat.records,
             clock=seat.clock,
             stop=seat.control.stop,
@@ -125,6 +136,33 @@ class Loop:
             self._write_down(outcome, pushed_s)
             if self._exchange.is_last:
                 raise ConnectionClosedError("the run is being stopped", over=True)
+
+    def kept(self) -> defaultdict[Any, Any]:
+        """What the servers' optimizers keep for each Parameter at this moment."""
+        with contextlib.ExitStack() as leaving, self._ends():
+            shards = []
+            for index in range(len(self._job.slices)):
+                server = RemoteServer(
+                    ClusterNetwork(self._seat.folder),
+                    index,
+                    self._job.agreement,
+                    self._job.layout(index),
+                )
+                leaving.callback(server.close)
+                shards.append(keep_trying(server.show, SHOW_TIMEOUT_S, self._stop))
+        return defaultdict(dict, from_servers(shards, self._parameters, self._description))
+
+    def check_loading(self) -> None:
+        """A ModelError where another state would come too late."""
+        if self.num_steps:
+            raise ModelError(
+                "load_state_dict came after the first step of a distributed optimizer, when its "
+                "servers have a state of their own: call it before"
+            )
+
+    def loaded(self) -> None:
+        """The optimizer was given a state: the run has rank 0's, or that of its checkpoint."""
+        self._optimizer.state.clear()
 
     def finish(self) -> None:
         """The script is through: wait until everybody is, and the run with them."""
@@ -193,15 +231,15 @@ class Loop:
         )
         self._since_s = now_s
 
-    def _agree(self, mine: Description) -> None:
-        """With the other ranks and the servers about what is trained: as rank 0 says. Who disagrees
-        is refused by the first server that it asks."""
-        folder, rank = self._seat.folder, self._seat.rank
-        if rank == 0:
+    def _agree(self, mine: Description) -> Description:
+        """With the other ranks and the servers about what is trained: as rank 0 said first. Who
+        disagrees is refused by the first server that it asks."""
+        folder = self._seat.folder
+        if self._seat.rank == 0 and not folder.model.exists():
             mine.write(folder)
-        else:
-            with self._ends():
-                Description.wait_for(folder, self._seat.control.stop)
+        with self._ends():
+            agreed = Description.wait_for(folder, self._seat.control.stop)
+        return agreed if agreed.is_like(mine) else mine
 
     @contextlib.contextmanager
     def _ends(self) -> Iterator[None]:

@@ -17,14 +17,16 @@ from offbeat.run.rundir import RunFolder
 
 
 class Running(Protocol):
-    """The loop of a script that has called `distribute`."""
+    """The loop of a script that has called `distribute`, or what stands for it at first."""
 
     step_number: int
     """Of the step that was done last, counted from 1."""
-    num_known: int
-    """Steps that the servers have already, from an earlier life of the script."""
     next_loss: float
     """What the script has told of the step that comes next."""
+
+    @property
+    def num_known(self) -> int:
+        """Steps that the servers have already, from an earlier life of the script."""
 
     def finish(self) -> None:
         """The script is through: wait until everybody is, and the run with them."""

@@ -1,9 +1,10 @@
 """What is asked of a server over a connection for calls: each call once, with its way into a
 message and out of it.
 
-By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish; by an evaluator: Newest. A
-`Server` answers them. Where roles are started by hand there are others, which `Bootstrap` answers.
-A message is what JSON can say, with tensors beside it; `ask` is the call's name in it.
+By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish; by an evaluator: Newest; by a
+script: Show. A `Server` answers them. Where roles are started by hand there are others, which
+`Bootstrap` answers. A message is what JSON can say, with tensors beside it; `ask` is the call's
+name in it.
 """
 
 import dataclasses
@@ -117,6 +118,16 @@ class Newest(Call):
     ask = "newest"
     after: int
     who: str | None = None
+
+
+# -- by a script whose loop is its own -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Show(Call):
+    """What is the shard at this moment, with what its optimizer keeps?"""
+
+    ask = "show"
 
 
 # -- where roles are started by hand ---------------------------------------------------------------

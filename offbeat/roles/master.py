@@ -24,6 +24,7 @@ from offbeat.roles.calls import (
     Finish,
     LeaveOut,
     Load,
+    Show,
     Status,
     Take,
     Want,
@@ -52,8 +53,8 @@ STOP_TIMEOUT_S = 2.0
 
 
 class RemoteServer:
-    """A server, as the master sees it: calls over a connection that is made when needed. What they
-    mean is said in calls.py."""
+    """A server, as the master sees it, or a script: calls over a connection that is made when
+    needed. What they mean is said in calls.py."""
 
     def __init__(self, network: Network, index: int, agreement: Message, layout: Layout) -> None:
         self.index = index
@@ -74,6 +75,9 @@ class RemoteServer:
 
     def take(self) -> ShardState:
         return state_from(*self._call(Take()))
+
+    def show(self) -> ShardState:
+        return state_from(*self._call(Show()))
 
     def drain(self) -> None:
         self._call(Drain())

@@ -26,6 +26,7 @@ from offbeat.roles.calls import (
     LeaveOut,
     Load,
     Newest,
+    Show,
     Status,
     Take,
     Want,
@@ -169,13 +170,13 @@ class Server:
         self._log.warning("refused %s: %.500s", who, reason)
         return False
 
-    # -- for the master and evaluators ---------------------------------------------------------
+    # -- for the master, evaluators and scripts ------------------------------------------------
 
     def answer(self, message: Message, tensors: Mapping[str, Tensor]) -> Answer:
         return self.answer_call(read_call(message, tensors))
 
     def answer_call(self, call: Call) -> Answer:
-        """What a call of the master's or an evaluator's comes to."""
+        """What a call comes to."""
         match call:
             case AskStatus():
                 return self._status().message(), {}
@@ -192,6 +193,9 @@ class Server:
                 self.sessions.tell(lambda: self.ledger.leave_out(workers))
             case Newest(after):
                 return self._newest(after)
+            case Show() if self.sessions.loaded.is_set():
+                shown = self.sessions.show()
+                return describe_state(shown), shown.tensors
             case Finish(reason):
                 self.reason = reason
                 self.over.set()

@@ -98,6 +98,11 @@ class Sessions:
             self.act(event)
         self.loop.wake()
 
+    def show(self) -> ShardState:
+        """The shard as it is now, for somebody who leaves it as it is."""
+        with self._membership, self._lock:
+            return self._snapshot()
+
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
         for session in list(self._sessions.values()):

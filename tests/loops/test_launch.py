@@ -340,3 +340,129 @@ def test_a_launched_run_is_no_recipes(
     }.items():
         assert main(list(command)) == 2
         assert says in capsys.readouterr().err
+
+
+IN_TWO_PARTS = (
+    HEAD
+    + """
+class Scaled(nn.Module):  # a number of its own, and a layer that gets no gradient
+    def __init__(self):
+        super().__init__()
+        self.layers, self.unused = make_model(), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.layers(x)
+
+model = Scaled()
+optimizer = torch.optim.{made}
+source, target, first, last, when = sys.argv[1:6]
+kept = torch.load(source) if source != "none" else None
+if kept and when == "early":
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+optimizer = offbeat.distribute(model, optimizer)
+if kept and when == "late":
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+seen = []
+optimizer.register_step_post_hook(lambda *of_torch: seen.append(1))
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+for batch in list(batches(12))[int(first):int(last)]:
+    compute(model, batch)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+assert len(seen) == int(last) - int(first)
+if offbeat.rank() == offbeat.world_size() - 1:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, target)
+"""
+)
+
+
+def same(found: Any, expected: Any, where: str = "") -> None:
+    """All of it, to the bit."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, torch.Tensor):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), where
+        assert torch.equal(found, expected), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize(
+    ("servers", "made"),
+    [
+        (
+            3,
+            "AdamW([{'params': model.layers[0].parameters()}, {'params': [model.scale, "
+            "*model.layers[2:].parameters()], 'lr': 0.003}], lr=0.01, amsgrad=True)",
+        ),
+        (1, "SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)"),
+        (3, "Adafactor(model.parameters(), lr=0.05)"),
+        (1, "Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)"),
+    ],
+    ids=["AdamW", "SGD", "Adafactor", "Adagrad"],
+)
+def test_what_the_servers_keep_is_saved_and_loaded_like_torchs(
+    made: str, servers: int, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    """A script saves its optimizer half-way, launched or alone; alone or launched it goes on."""
+    script = IN_TWO_PARTS.replace("{made}", made)
+
+    def path(name: str) -> str:
+        return str(tmp_path / f"{name}.pt")
+
+    alone(tmp_path, script, "none", path("half alone"), "0", "6", "")
+    alone(tmp_path, script, path("half alone"), path("whole alone"), "6", "12", "early")
+    half, whole = torch.load(path("half alone")), torch.load(path("whole alone"))
+    for number, (source, first, when) in enumerate(
+        [("none", 0, ""), ("half", 6, "early"), ("half alone", 6, "late")]
+    ):
+        target = path("half" if not first else f"whole {number}")
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = path(source) if first else source
+        arguments = (source, target, str(first), str(first + 6), when)
+        run(folder, script, *arguments, servers=servers, forks=forks)
+        same(torch.load(target), whole if first else half)
+    alone(tmp_path, script, path("half"), path("again alone"), "6", "12", "early")
+    same(torch.load(path("again alone")), whole)
+
+
+@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+def test_every_rank_can_ask_what_the_servers_keep(
+    discipline: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    script = IN_TWO_PARTS.replace("{made}", "Adam(model.parameters(), lr=0.01)")
+    target = str(tmp_path / "last.pt")
+    arguments = ("none", target, "0", "12", "")
+    run(tmp_path, script, *arguments, workers=2, servers=2, discipline=discipline, forks=forks)
+    kept = torch.load(target)["optimizer"]
+    assert kept["state"][1]["exp_avg"].shape == (16, 6)
+    steps = int(kept["state"][1]["step"])
+    assert steps == 12 if discipline == "sync" else 12 < steps <= 24
+
+
+def test_another_state_does_not_come_between_steps(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    text = WITH_A_CLOSURE + "optimizer.load_state_dict(optimizer.state_dict())\n"
+    with pytest.raises(RoleError, match="load_state_dict came after the first step"):
+        run(tmp_path, text, str(tmp_path / "x.pt"), forks=forks)
+
+
+def test_a_script_that_begins_anew_leaves_the_servers_their_state(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    """It loads what it did at the first time, and so do all ranks."""
+    script = IN_TWO_PARTS.replace("{made}", "Adam(model.parameters(), lr=0.01)")
+    half, last = str(tmp_path / "half.pt"), str(tmp_path / "last.pt")
+    alone(tmp_path, script, "none", half, "0", "6", "")
+    options = {"workers": 2, "discipline": "sync", "kill_worker": "0@3"}
+    run(tmp_path, script, half, last, "6", "12", "late", forks=forks, **options)
+    assert torch.load(last)["optimizer"]["state"][0]["step"] == 12

@@ -27,6 +27,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"ask": "finish", "reason": "over"},
     {"ask": "newest", "after": -1},
     {"ask": "newest", "after": 8, "who": "e"},
+    {"ask": "show"},
     {"ask": "about"},
     {"ask": "config"},
     {"ask": "config", "rank": 0},

@@ -1,0 +1,73 @@
+"""A script that has called `distribute` in a run that has not begun: rank 0's, to its first step.
+
+Until then the script may change weights, the optimizer's state and options as it likes, by
+`load_state_dict` or else: the run begins with what there is then. The other ranks wait in their
+own call of `distribute`, and a run that has begun is joined at once. Made by distribute.py; a Loop
+takes its place.
+"""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.loops.description import describe_loop
+from offbeat.loops.job import make_loop_job
+from offbeat.loops.loop import Loop
+from offbeat.loops.seat import Seat
+from offbeat.run.checkpoint import list_checkpoints
+
+
+class Waiting:
+    """What a Loop is to others, as far as there is none. `joined` makes it."""
+
+    def __init__(self, seat: Seat, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raises a ModelError or a ConfigError where they cannot be trained."""
+        make_loop_job(seat.config, describe_loop(model, optimizer))
+        self._seat = seat
+        self._model = model
+        self._optimizer = optimizer
+        self.step_number = 0
+        self.next_loss = math.nan
+
+    @property
+    def may_wait(self) -> bool:
+        folder = self._seat.folder
+        has_begun = folder.model.exists() or list_checkpoints(folder.checkpoints)
+        return self._seat.rank == 0 and not has_begun
+
+    def joined(self) -> Loop:
+        """Begin the run, or come into it."""
+        loop = Loop(self._seat, self._model, self._optimizer)
+        loop.next_loss = self.next_loss
+        self._seat.control.reports(loop.progress)
+        self._seat.loop = loop
+        self._optimizer._offbeat_loop = loop  # type: ignore[attr-defined]
+        loop.join()
+        self._optimizer.state.clear()  # the servers have it
+        return loop
+
+    @property
+    def num_known(self) -> int:
+        return self.joined().num_known
+
+    def step(self) -> None:
+        self.joined().step()
+
+    def finish(self) -> None:
+        self.joined().finish()
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+    def kept(self) -> defaultdict[Any, Any]:
+        """What the optimizer keeps so far."""
+        return self._optimizer.state
+
+    def check_loading(self) -> None:
+        """Any state will do."""
+
+    def loaded(self) -> None:
+        """It stays with the optimizer until the run begins."""
