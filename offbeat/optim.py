@@ -41,6 +41,8 @@ SPARSE = ("SparseAdam",)
 REFUSED = {"LBFGS": "it computes the loss several times in a step, which no server can"}
 NOT_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 """How torch computes an update, which is for the servers to say, not what it computes."""
+NO_GROUP = -1
+"""Where a parameter is that nothing steps."""
 OF_TORCH: dict[str, type[torch.optim.Optimizer]] = {
     name: getattr(torch.optim, name) for name in (*KINDS, *WHOLE, *SPARSE, *REFUSED)
 }
@@ -129,10 +131,14 @@ class Optimizer:
         self, params: Sequence[torch.nn.Parameter], groups: Sequence[int], *, fused: bool = False
     ) -> torch.optim.Optimizer:
         """The torch optimizer over `params`, each in the group that `groups` gives its index of;
-        its own groups are in that order."""
+        its own groups are in that order. Where all are in none there is nothing to step but what
+        torch insists on."""
         members: dict[int, list[torch.nn.Parameter]] = {}
         for param, group in zip(params, groups, strict=True):
-            members.setdefault(group, []).append(param)
+            if group != NO_GROUP:
+                members.setdefault(group, []).append(param)
+        if not members:
+            members[0] = [torch.nn.Parameter(torch.zeros(1, 1))]
         inside = {group: members[group] for group in sorted(members)}
         if any(isinstance(options, Optimizer) for options in self.groups.values()):
             each = self.members
@@ -190,9 +196,10 @@ class Optimizer:
         ]
 
     def group_of(self, name: str) -> int:
-        """0 for the parameters that no pattern matches, then the patterns in their order."""
+        """0 for the parameters that no pattern matches, then the patterns in their order; where it
+        goes by names, NO_GROUP for those that are in none."""
         if self.by_name:
-            return self.by_name.get(name, 0)
+            return self.by_name.get(name, NO_GROUP)
         for index, pattern in enumerate(self.groups, start=1):
             if fnmatch.fnmatchcase(name, pattern):
                 return index

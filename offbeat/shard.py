@@ -23,7 +23,7 @@ from offbeat.aliases import PREFIX, Alias, Beginning, Segment, differ, pack, unp
 from offbeat.clipping import Arriving, Clip
 from offbeat.errors import ConfigError
 from offbeat.flat import Manifest
-from offbeat.optim import Optimizer, Schedule, constant, is_plain_sgd, with_numbers
+from offbeat.optim import NO_GROUP, Optimizer, Schedule, constant, is_plain_sgd, with_numbers
 from offbeat.rows import Changes, Ids, Known, Rows, joined, trust_rows
 from offbeat.rules import BUILT_IN, Gradient, Mean, Rule
 from offbeat.schedules import Rates
@@ -291,7 +291,8 @@ class Updater:
         runs = [[s] for s in shard.segments] if self.split else _runs(shard.segments)
         self.aliases = [Alias(shard.params, run) for run in runs]
         self.optimizer = self._build(self.aliases)
-        self._group_indices = sorted({segment.group for segment in shard.segments})
+        stepped = {s.group for s in shard.segments if s.group != NO_GROUP}
+        self._group_indices = sorted(stepped) or [0]  # as Optimizer.build has them
         self._tables = [member.options for member in shard.optimizer.members]
         self._numbers: list[float] = []
         self._wanted: list[dict[str, Any]] = []

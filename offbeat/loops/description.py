@@ -16,6 +16,7 @@ from torch import nn
 
 from offbeat.errors import ConnectionClosedError, ModelError
 from offbeat.flat import Manifest, describe, plain_name
+from offbeat.loops.script import class_in_script
 from offbeat.optim import NOT_OPTIONS, Optimizer, with_numbers
 from offbeat.run.rundir import RunFolder
 
@@ -28,18 +29,22 @@ KEPT = ("kind", "options", "groups", "by_name")
 class Description:
     manifest: Manifest
     optimizer: Optimizer
+    script: str | None = None
+    """The file that defines the optimizer's class, where that is the script itself."""
 
     def write(self, folder: RunFolder) -> None:
         optimizer = {name: getattr(self.optimizer, name) for name in KEPT}
         content = {"manifest": self.manifest.to_json(), "optimizer": optimizer}
-        folder.write_json(folder.model, content)
+        folder.write_json(folder.model, {**content, "script": self.script})
 
     @classmethod
     def read(cls, folder: RunFolder) -> "Description":
         found = folder.read_json(folder.model)
+        told, script = found["optimizer"], found["script"]
         return cls(
             manifest=Manifest.from_json(found["manifest"]),
-            optimizer=Optimizer(**found["optimizer"]),
+            optimizer=Optimizer(**told, given=_given(told["kind"], script)),
+            script=script,
         )
 
     def is_like(self, other: "Description") -> bool:
@@ -75,10 +80,13 @@ def describe_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Descrip
             f"own keeps its options in its parameter groups"
         )
     first, *others = [options_of(optimizer, group) for group in optimizer.param_groups]
+    kind, script = _whereabouts(class_of(optimizer))
     return Description(
         manifest=manifest,
+        script=script,
         optimizer=Optimizer(
-            kind=_name_of(class_of(optimizer)),
+            kind=kind,
+            given=_given(kind, script),
             options=first,
             groups={str(index): options for index, options in enumerate(others, start=1)},
             by_name=_by_name(model, optimizer),
@@ -109,12 +117,18 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _name_of(kind: type[torch.optim.Optimizer]) -> str:
-    """Where the servers find it: in torch, or in a module or script of the user's."""
-    name, module = kind.__name__, kind.__module__
+def _whereabouts(kind: type[torch.optim.Optimizer]) -> tuple[str, str | None]:
+    """Where the servers find it: in torch, in a module of the user's, or in the script itself."""
     if _is_of_torch(kind):
-        return name
-    return f"{sys.argv[0] if module == '__main__' else module}:{kind.__qualname__}"
+        return kind.__name__, None
+    if kind.__module__ != "__main__":
+        return f"{kind.__module__}:{kind.__qualname__}", None
+    return kind.__qualname__, str(sys.modules["__main__"].__file__)
+
+
+def _given(kind: str, script: str | None) -> type[torch.optim.Optimizer] | None:
+    """The class, where its name alone does not lead to it."""
+    return None if script is None else class_in_script(script, kind)
 
 
 def _is_of_torch(kind: type[torch.optim.Optimizer]) -> bool:

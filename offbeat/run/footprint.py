@@ -138,7 +138,7 @@ def in_units(num_bytes: int) -> str:
 
 def _state_bytes(job: Job) -> int:
     """What the optimizer keeps for each element."""
-    kept = job.optimizer.state_per_element()
+    kept = [*job.optimizer.state_per_element(), 0]  # of those in NO_GROUP, the last, nothing
     elements = sum(
         spec.numel * kept[job.optimizer.group_of(spec.name)] for spec in job.manifest.tensors
     )

@@ -466,3 +466,99 @@ def test_a_script_that_begins_anew_leaves_the_servers_their_state(
     options = {"workers": 2, "discipline": "sync", "kill_worker": "0@3"}
     run(tmp_path, script, half, last, "6", "12", "late", forks=forks, **options)
     assert torch.load(last)["optimizer"]["state"][0]["step"] == 12
+
+
+WITH_ITS_OWN_OPTIMIZER = (
+    "from __future__ import annotations\n"
+    + HEAD
+    + """
+DECAY = 0.9
+
+def smoothed(value, gradient):
+    return value.mul_(DECAY).add_(gradient, alpha=1 - DECAY)
+
+class Base(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+class Signs(Base):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = self.state[parameter]
+                    kept.setdefault("mean", torch.zeros_like(parameter))
+                    step = smoothed(kept["mean"], parameter.grad).sign()
+                    parameter.sub_(step, alpha=group["lr"])
+        return loss
+
+model = make_model()
+optimizer = offbeat.distribute(model, Signs(model.parameters(), lr=0.02))
+for batch in batches(6):
+    loss = compute(model, batch)
+    step = optimizer.step()
+    optimizer.zero_grad()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
+OF_MATRICES = (
+    HEAD
+    + """
+model = make_model()
+matrices = [p for p in model.parameters() if p.dim() == 2]
+optimizer = offbeat.distribute(model, torch.optim.Muon(matrices, lr=0.01))
+for batch in batches(6):
+    loss = compute(model, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+"""What is no matrix is not trained, frozen or not."""
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (WITH_ITS_OWN_OPTIMIZER, {"servers": 2}),
+        (OF_MATRICES, {"servers": 2}),
+        (OF_MATRICES.replace("matrices, lr", "[model[0].weight], lr"), {"servers": 3}),
+        (OF_MATRICES.replace("matrices =", "model[2].requires_grad_(False)\nmatrices ="), {}),
+    ],
+    ids=["of the script's own", "of matrices", "a server with nothing to step", "frozen"],
+)
+def test_special_optimizers_come_to_the_same(
+    script: str, options: dict[str, Any], tmp_path: Path, forks: ForkServer | None
+) -> None:
+    alone(tmp_path, script, str(tmp_path / "alone.pt"))
+    run(tmp_path, script, str(tmp_path / "one.pt"), forks=forks, **options)
+    same(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "alone.pt"))
+
+
+def test_lock_free_steps_nothing_but_what_the_optimizer_has(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    targets = [str(tmp_path / f"{name}.pt") for name in ("alone", "two")]
+    alone(tmp_path, OF_MATRICES, targets[0])
+    run(tmp_path, OF_MATRICES, targets[1], workers=2, discipline="lock-free", forks=forks)
+    expected, found = torch.load(targets[0]), offbeat.load(tmp_path / "run")
+    assert torch.equal(found["0.bias"], expected["0.bias"])
+    assert not torch.equal(found["0.weight"], expected["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("DECAY = 0.9", "DECAY = next(batches(1))[0]", "failed when it was tried out"),
+        ("DECAY = 0.9", "with torch.no_grad():\n    DECAY = 0.9", "tried out: NameError"),
+    ],
+    ids=["a value that does not fit", "a value that is not there"],
+)
+def test_a_class_that_cannot_be_had_without_the_script_is_told_of(
+    old: str, new: str, says: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    with pytest.raises(RoleError, match=says):
+        run(tmp_path, WITH_ITS_OWN_OPTIMIZER.replace(old, new), "x", forks=forks)
