@@ -59,6 +59,46 @@ def test_own_loop_is_launched_and_goes_on_after_a_death(run_dir: Path) -> None:
     assert summary["final_cost"] < 1.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "library", "flags", "pattern", "least", "most"),
+    [
+        (
+            *("mnist_script", "torch", ["--data", "fashion-mnist-sample", "--epochs", "2"]),
+            *(r"accuracy \d+ of 2000 \(([\d.]+)%\)", 70, 100),
+        ),
+        ("lightning_module", "lightning", [], r"^accuracy ([\d.]+)", 0.7, 1),
+        ("transformers_trainer", "transformers accelerate", [], r"^loss ([\d.]+)", 0, 0.8),
+    ],
+    ids=["torch", "lightning", "transformers"],
+)
+def test_scripts_with_libraries_run_alone_and_are_launched(
+    name: str,
+    library: str,
+    flags: list[str],
+    pattern: str,
+    least: float,
+    most: float,
+    tmp_path: Path,
+) -> None:
+    for each in library.split():
+        pytest.importorskip(each)
+    launched = ["-m", "offbeat", "launch", "--workers", "2", "--run-dir", "run"]
+    for before in ([], launched):
+        done = subprocess.run(
+            [sys.executable, *before, str(EXAMPLES / f"{name}.py"), *flags],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        *_, last = re.findall(pattern, done.stdout, re.MULTILINE)
+        assert least < float(last) < most
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+
+
 def test_own_model_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "own_model.py"],

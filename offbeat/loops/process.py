@@ -28,6 +28,13 @@ from offbeat.roles.process import logged, run_in_folder
 from offbeat.run.addresses import Cluster
 from offbeat.run.rundir import RunFolder, num_cores, role_name
 
+OF_GROUPS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+"""What tells torch and libraries which process of a group they are. Whoever set it did not mean
+these workers, each of which would wait for a group that never comes together."""
+
 
 def run_process(
     config: TrainConfig, role: str, index: int, script: Mapping[str, Any], control: Control
@@ -76,7 +83,7 @@ def _run_script(
 
 def _run_to_its_end(here: seat.Seat, script: Mapping[str, Any]) -> None:
     try:
-        _execute(script)
+        execute(script)
     except StoppedError:
         _leave(here)
         return
@@ -111,10 +118,12 @@ def _of_script(error: BaseException, file: str) -> TracebackType | None:
     return found or error.__traceback__
 
 
-def _execute(script: Mapping[str, Any]) -> None:
+def execute(script: Mapping[str, Any]) -> None:
     """As `python FILE ARGUMENTS` would; an exit that is none of a failure is an end."""
     file = str(script["file"])
     sys.argv = [file, *script["arguments"]]
+    for name in OF_GROUPS:
+        os.environ.pop(name, None)
     try:
         runpy.run_path(file, run_name="__main__")
     except StoppedError:

@@ -1,5 +1,8 @@
 """What scripts call, outside of any run."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ import offbeat
 from offbeat.errors import ConfigError
 from offbeat.loops import seat
 from offbeat.loops.description import Description, describe_loop, options_of
+from offbeat.loops.process import execute
 from offbeat.loops.sampler import Sampler
 from offbeat.optim import numbers_of, with_numbers
 from offbeat.run.rundir import RunFolder
@@ -91,6 +95,22 @@ def test_shares_are_disjoint_and_cover_everything(
         assert list(sampler) == first.tolist()
         seen += first.tolist()
     assert sorted(seen) == data
+
+
+def test_a_script_is_in_no_group_of_somebody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries look at these variables, and would wait for others."""
+    monkeypatch.setattr(sys, "argv", [])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "script.py"
+    file.write_text(
+        "import os, sys, pathlib\n"
+        "pathlib.Path(sys.argv[1]).write_text(os.environ.get('RANK', 'none'))\n"
+    )
+    execute({"file": str(file), "arguments": [str(tmp_path / "seen")]})
+    assert (tmp_path / "seen").read_text() == "none"
 
 
 def test_nobody_is_in_a_run_here() -> None:
