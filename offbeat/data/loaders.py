@@ -33,7 +33,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
 )
 
@@ -65,6 +64,11 @@ _DRAWING = threading.Lock()
 
 def make_loaded(loader: DataLoader[Any], what: str) -> Source:
     """The loader as a source; `what` names it in an error."""
+    if getattr(loader, "next_iter_state", None) is not None:  # torchdata's StatefulDataLoader
+        raise DataError(
+            f"the {what} data's loader was given a state of its own to go on from: leave its "
+            f"load_state_dict out, since a run that is resumed finds by itself where it was"
+        )
     if isinstance(loader.dataset, IterableDataset):
         return LoadedStream(loader)
     source = Loaded(loader)
@@ -252,7 +256,7 @@ def _kind_of(sampler: Any) -> tuple[bool, bool]:
     kind = type(sampler)
     if not kind.__module__.startswith(TORCHS_OWN):
         return False, False
-    if isinstance(sampler, RandomSampler):
+    if kind.__name__ == "RandomSampler":  # torchdata's is no subclass of torch's
         is_whole = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         return is_whole, is_whole
     if isinstance(sampler, DistributedSampler):  # which leaves to each its part: done here

@@ -513,3 +513,69 @@ def test_scores_come_with_the_updates_of_an_epoch() -> None:
     loader = DataLoader(data, batch_sampler=batches)
     recipe = toy_recipe(data=lambda config: (loader, data))
     assert toy_job(recipe, workers=1, accumulate=4).config.eval_every == 5
+
+
+# -- torchdata's loader, where it is installed -----------------------------------------------------
+
+
+of_torchdata = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+"""It calls what torch will do without."""
+
+
+@pytest.fixture
+def stateful() -> Any:
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+
+@of_torchdata
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_is_gone_through_as_another_one(stateful: Any, num_workers: int) -> None:
+    options = {"batch_size": 5, "num_workers": num_workers, "persistent_workers": num_workers > 0}
+    for more in ({"shuffle": True}, {}, {"sampler": ByEpoch()}):
+        found = make_source(stateful(Numbers(), **options, **more), "training")
+        expected = loaded(**options, **more)
+        for epoch in range(2):
+            which = share(1, 2)
+            assert read(found, which, epoch) == read(expected, which, epoch)
+            assert found.num_batches(which) == expected.num_batches(which)
+            assert read(found, which, epoch, 1) == read(expected, which, epoch)[1:]
+    assert not multiprocessing.active_children()
+
+
+@of_torchdata
+def test_a_stateful_stream_is_cut_as_another_one(stateful: Any) -> None:
+    for num_workers in (0, 1):
+        loader = stateful(Stream(asks=False), batch_size=5, num_workers=num_workers)
+        source = make_source(loader, "training")
+        seen = [flat(read(source, share(rank, 2), first=first)) for rank, first in ((0, 0), (1, 1))]
+        expected = make_source(DataLoader(Stream(asks=False), batch_size=5), "training")
+        assert seen[0] == flat(read(expected, share(0, 2)))
+        assert seen[1] == flat(read(expected, share(1, 2), first=1))
+
+
+@of_torchdata
+def test_a_run_with_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(
+    stateful: Any, tmp_path: Path
+) -> None:
+    data = TensorDataset(*toy_data())
+    for name, options in {"here": {}, "there": {"num_workers": 1}}.items():
+        loader = stateful(data, batch_size=10, shuffle=True, **options)
+        recipe = toy_recipe(data=lambda config, loader=loader: (loader, None), batch_size=10)
+        made = {"engine": "inproc", "discipline": "sync", "quiet": True}
+        whole = offbeat.train(recipe, **made, steps=15, run_dir=tmp_path / f"{name}-whole")
+        begun = offbeat.train(recipe, **made, steps=7, run_dir=tmp_path / name)
+        done = offbeat.resume(begun.run_dir, recipe, steps=15)
+        for tensor, other in zip(
+            whole.state_dict().values(), done.state_dict().values(), strict=True
+        ):
+            assert torch.equal(tensor, other)
+    assert not multiprocessing.active_children()
+
+
+@of_torchdata
+def test_a_stateful_loader_begins_where_the_run_does(stateful: Any) -> None:
+    loader = stateful(Numbers(), batch_size=5)
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(DataError, match="a state of its own"):
+        make_source(loader, "training")
