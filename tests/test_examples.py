@@ -99,6 +99,88 @@ def test_scripts_with_libraries_run_alone_and_are_launched(
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
 
 
+WITH_LIGHTNING = """
+import sys
+import lightning, torch
+from torch.utils.data import DataLoader, TensorDataset
+import offbeat
+from lightning_module import Classifier
+
+source, folder, epochs = sys.argv[1:]
+lightning.seed_everything(1)
+(images, labels), _ = offbeat.load_dataset("fashion-mnist-sample", "data")
+data = TensorDataset(images[:640].float() / 255, labels[:640])
+trainer = lightning.Trainer(
+    max_epochs=int(epochs), devices=1, logger=False, enable_progress_bar=False,
+    default_root_dir=folder, enable_checkpointing=offbeat.is_master(),
+)
+loader = DataLoader(data, 64, sampler=offbeat.Sampler(data))
+loader.sampler.set_epoch(0 if source == "none" else 1)
+model = Classifier(0.003)
+trainer.fit(model, loader, ckpt_path=None if source == "none" else source)
+if offbeat.is_master():
+    trainer.save_checkpoint(f"{folder}/kept")
+    torch.save(model.state_dict(), f"{folder}/weights.pt")
+"""
+
+WITH_TRANSFORMERS = """
+import shutil, sys
+import torch
+from transformers import Trainer, TrainingArguments, set_seed
+import offbeat
+from transformers_trainer import Lines, make_model
+
+source, folder, epochs = sys.argv[1:]
+set_seed(1)
+model = make_model()
+optimizer = offbeat.distribute(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+arguments = TrainingArguments(
+    output_dir=f"{folder}/{offbeat.rank()}", num_train_epochs=2, max_steps=20 * int(epochs),
+    per_device_train_batch_size=25, save_steps=20, lr_scheduler_type="constant",
+    report_to="none", disable_tqdm=True,
+)
+trainer = Trainer(model, arguments, train_dataset=Lines(), optimizers=(optimizer, None))
+trainer.train(resume_from_checkpoint=None if source == "none" else source)
+if offbeat.is_master():
+    shutil.move(f"{folder}/0/checkpoint-{20 * int(epochs)}", f"{folder}/kept")
+    torch.save(model.state_dict(), f"{folder}/weights.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "text"),
+    [("lightning", WITH_LIGHTNING), ("transformers accelerate", WITH_TRANSFORMERS)],
+    ids=["lightning", "transformers"],
+)
+def test_a_librarys_checkpoints_go_on_alone_and_launched(
+    library: str, text: str, tmp_path: Path
+) -> None:
+    for each in library.split():
+        pytest.importorskip(each)
+    (tmp_path / "script.py").write_text(text)
+    launched = ["-m", "offbeat", "launch", "--workers", "1"]
+    for name, before, source, epochs in (
+        *(("alone", [], None, 1), ("launched", launched, None, 1), ("whole", [], None, 2)),
+        *(("first", [], "launched", 2), ("second", launched, "alone", 2)),
+    ):
+        (tmp_path / name).mkdir()
+        begun = "none" if source is None else f"{source}/kept"
+        done = subprocess.run(
+            [sys.executable, *before, "script.py", begun, name, str(epochs)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{EXAMPLES}"},
+        )
+        assert done.returncode == 0, done.stderr
+    found = {path.parent.name: torch.load(path) for path in tmp_path.glob("*/weights.pt")}
+    for name, other in (("launched", "alone"), ("first", "whole"), ("second", "whole")):
+        for key, tensor in found[other].items():
+            assert torch.equal(found[name][key], tensor), (name, key)
+
+
 def test_own_model_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "own_model.py"],
