@@ -75,6 +75,7 @@ def main() -> None:
         state.keep(epoch=epoch + 1, schedule=schedule.state_dict())
         if offbeat.is_master():
             accuracy = test(model, DataLoader(test_data, 1000))
+            offbeat.log(accuracy=accuracy)  # what a run is judged by
             print(f"epoch {epoch + 1}: test accuracy {accuracy:.4f}", flush=True)
 
 

@@ -15,10 +15,15 @@ from offbeat.engines.forkserver import ForkServer
 from offbeat.engines.local import LocalEngine
 from offbeat.errors import ConfigError
 from offbeat.loops.job import facts_json, make_loop_job, resolved
+from offbeat.recipes.callbacks import Callback, Start
+from offbeat.recipes.metrics import LOSS
 from offbeat.report.summary import summarise
+from offbeat.run.callbacks import Caller
 from offbeat.run.checkpoint import newest_checkpoint
 from offbeat.run.progress import Display, Status
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
+from offbeat.run.tensorboard import check_installed
+from offbeat.run.trackers import check_trackers, make_trackers
 
 
 class Notices(Display):
@@ -26,9 +31,15 @@ class Notices(Display):
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
+        self._shown: tuple[Any, ...] = ()
 
     def update(self, status: Status) -> None:
-        pass
+        """What the script has scored since."""
+        if status.score is None or (what := (status.score[0], *status.scores)) == self._shown:
+            return
+        self._shown = what
+        words = ", ".join(f"test {name} {value:.4f}" for name, value in status.scores.items())
+        self.notice(f"{words} at version {status.score[0]}")
 
     def notice(self, text: str) -> None:
         self._say(f"offbeat: {text}")
@@ -44,17 +55,40 @@ def launch(
     *,
     say: Callable[[str], None],
     forks: ForkServer | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Run a script as every worker of a new run."""
-    began_s = time.monotonic()
+    described = describe_script(script, arguments)
+    config = make_config({**options, "recipe": Path(script).name})
+    return launch_config(config, described, Notices(say), forks=forks, callbacks=callbacks)
+
+
+def describe_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What is kept of it."""
     file = Path(script)
     if not file.is_file():
         raise ConfigError(f"there is no script {script}")
-    config = resolved(make_config({**options, "recipe": file.name}))
+    return {"file": str(file.resolve()), "arguments": list(arguments)}
+
+
+def launch_config(
+    config: TrainConfig,
+    script: Mapping[str, Any],
+    display: Display,
+    *,
+    forks: ForkServer | None = None,
+    callbacks: Sequence[Callback] = (),
+    shows_rank_0: bool = True,
+) -> Result:
+    """The same, from a configuration that is complete. `shows_rank_0`: what its script prints goes
+    where this process's output does, not to a log."""
+    began_s = time.monotonic()
+    config = resolved(config)
+    _check(config)
     folder = create_run_folder(config)
-    described = {"file": str(file.resolve()), "arguments": list(arguments)}
+    launched = Launched(config, folder, script, began_s, display, forks, callbacks, shows_rank_0)
     with folder.locked() as lock:
-        return _run(config, folder, described, began_s, say, forks, lock, incarnation=0)
+        return launched.run(lock, incarnation=0)
 
 
 def relaunch(
@@ -71,51 +105,84 @@ def relaunch(
         raise ConfigError(f"{run_dir} is no launched run; go on with: offbeat train --resume")
     kept = {key: value for key, value in before.to_json().items() if value is not None}
     config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
+    _check(config)
     with folder.locked() as lock:
         checkpoint = newest_checkpoint(folder.checkpoints)
         began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
         for left in (folder.state, folder.model):
             left.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
-        script = described["script"]
-        return _run(config, folder, script, began_s, say, forks, lock, incarnation=incarnation)
+        launched = Launched(config, folder, described["script"], began_s, Notices(say), forks)
+        return launched.run(lock, incarnation=incarnation)
 
 
-def _run(
-    config: TrainConfig,
-    folder: RunFolder,
-    script: Mapping[str, Any],
-    began_s: float,
-    say: Callable[[str], None],
-    forks: ForkServer | None,
-    lock: int,
-    *,
-    incarnation: int,
-) -> Result:
-    described = describe_run(
+def _check(config: TrainConfig) -> None:
+    """Have what is missing said while there is no folder yet."""
+    if config.tensorboard:
+        check_installed()
+    check_trackers(config.track)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A run that is about to begin, or to go on."""
+
+    config: TrainConfig
+    folder: RunFolder
+    script: Mapping[str, Any]
+    began_s: float
+    display: Display
+    forks: ForkServer | None
+    callbacks: Sequence[Callback] = ()
+    shows_rank_0: bool = True
+
+    def run(self, lock: int, *, incarnation: int) -> Result:
+        folder = self.folder
+        folder.write_json(folder.config, describe_launched(self.config, self.script))
+        told = [*self.callbacks, *make_trackers(self.config.track)]
+        start = self._start(is_resumed=incarnation > 0)
+        caller = Caller(told, folder, self.display, start)
+        engine = LocalEngine(
+            make_loop_job(self.config, None),
+            folder,
+            caller.display,
+            self.began_s,
+            lock=lock,
+            forks=self.forks,
+            incarnation=incarnation,
+            shows_rank_0=self.shows_rank_0,
+        )
+        with caller:
+            try:
+                engine.run()
+            finally:
+                summary = summarise(folder.path)
+                folder.write_json(folder.summary, summary)
+                caller.ended(summary, engine.failures)
+        return Result(folder.path, summary)
+
+    def _start(self, *, is_resumed: bool) -> Start:
+        """What callbacks are told of it; what it is judged by the script has not said yet."""
+        return Start(
+            run_dir=self.folder.path,
+            config=self.config.to_json(),
+            resolved=_resolved(self.config),
+            metric=LOSS,
+            higher_is_better={},
+            total_updates=None,
+            is_resumed=is_resumed,
+        )
+
+
+def describe_launched(config: TrainConfig, script: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says."""
+    return describe_run(
         config,
         script=dict(script),
-        metric="loss",
+        metric=LOSS,
         resolved=_resolved(config),
         job=facts_json(config),
     )
-    folder.write_json(folder.config, described)
-    engine = LocalEngine(
-        make_loop_job(config, None),
-        folder,
-        Notices(say),
-        began_s,
-        lock=lock,
-        forks=forks,
-        incarnation=incarnation,
-        shows_rank_0=True,
-    )
-    try:
-        engine.run()
-    finally:
-        summary = summarise(folder.path)
-        folder.write_json(folder.summary, summary)
-    return Result(folder.path, summary)
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:

@@ -446,9 +446,11 @@ def _launch_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     """How a launched run went, when its script has had its own say."""
     stale = summary["staleness"]["mean"]
     staleness = "" if stale is None else f", staleness {stale:.2f}"
+    known = {name: value for name, value in summary["test_scores"].items() if value is not None}
+    scores = "".join(f", test {name} {value:.4f}" for name, value in known.items())
     return (
         f"offbeat: {summary['status']}: {summary['gradients']} gradients in "
-        f"{summary['total_time_s']:.1f} s{staleness} -> {run_dir}"
+        f"{summary['total_time_s']:.1f} s{staleness}{scores} -> {run_dir}"
     )
 
 

@@ -73,16 +73,17 @@ def status_of(
     """What a person is shown of a run all of whose roles tell how far they are; `progress` is given
     the names of roles."""
     workers = progress("master", "worker")
-    evaluator = next(iter(progress("evaluator")), {})
+    scored = next((p for p in progress("evaluator", "master") if p.get("score")), {})
+    scores = scored.get("scores", {})
     return Status(
         num_gradients=sum(worker.get("steps", 0) for worker in workers),
         num_examples=sum(worker.get("examples", 0) for worker in workers),
         at_s=at_s,
         loss=mean(worker.get("loss") for worker in workers),
         staleness=mean(server.get("staleness") for server in progress("ps")),
-        metric_name=metric_name(job.recipe),
-        score=score_of(evaluator),
-        scores=evaluator.get("scores", {}),
+        metric_name=next(iter(scores), metric_name(job.recipe)),
+        score=score_of(scored),
+        scores=scores,
         version=max((worker.get("version", 0) for worker in workers), default=0),
         waits_for=waits_for,
     )

@@ -8,16 +8,16 @@ optimizer keeps its parameter groups, its class and whoever holds it; `step` is 
 servers, which keep what it would have kept. What they keep is what `state_dict` gives.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from offbeat.errors import ConfigError, ModelError
+from offbeat.errors import ModelError
 from offbeat.loops import seat
 from offbeat.loops.loop import Loop
+from offbeat.loops.scores import read_values
 from offbeat.loops.waiting import Waiting
 
 
@@ -43,14 +43,24 @@ def distribute(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opti
     return optimizer
 
 
-def log(**values: float) -> None:
-    """Tell the run what only the script knows. `loss`: that of the step that comes next."""
+def log(*, higher_is_better: bool | None = None, **values: float) -> None:
+    """Tell the run what only the script knows. `loss`: that of the step that comes next. All others
+    are scores of the model as it is now, by any names: `accuracy=0.93`, `test_loss=0.21`. Those of
+    rank 0 are the run's; what other ranks tell is left out.
+
+    `higher_is_better`: of these scores, where their names do not say so: accuracy is better the
+    higher, a loss or an error the lower.
+    """
     here = seat.taken
-    unknown = sorted(values.keys() - {"loss"})
-    if unknown:
-        raise ConfigError(f"offbeat.log takes loss, not {', '.join(unknown)}")
-    if here is not None and here.loop is not None:
-        here.loop.next_loss = float(values.get("loss", math.nan))
+    loss, scores = read_values(values)
+    if here is None or (here.loop is None and not scores):
+        return
+    if here.loop is None:
+        raise ModelError("scores come after offbeat.distribute, which finds the run")
+    if loss is not None:
+        here.loop.next_loss = loss
+    if scores:
+        here.loop.scored(scores, higher_is_better)
 
 
 def _take_over(optimizer: torch.optim.Optimizer) -> None:

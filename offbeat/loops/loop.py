@@ -13,7 +13,7 @@ import dataclasses
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from offbeat.flat import FlatModel
 from offbeat.loops.description import Description, describe_loop, option_names, plain
 from offbeat.loops.job import make_loop_job
 from offbeat.loops.kept import from_servers, to_servers
+from offbeat.loops.scores import Told
 from offbeat.loops.seat import Seat
+from offbeat.loops.summaries import LoopSummaries
 from offbeat.optim import numbers_of
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.exchange import Exchange
@@ -65,6 +67,8 @@ class Loop:
         ]
         self._towers = Towers([flat], [_device_of(model)])
         self._failures: list[Exception] = []
+        self._told: Told | None = None
+        self._summaries: LoopSummaries | None = None
         self._books = self._make_books(flat) if seat.rank == 0 else None
         self._stop = self._books.closed if self._books else seat.control.stop
         self._events = seat.records.events(role_name("worker", seat.rank))
@@ -102,7 +106,14 @@ class Loop:
             network=ClusterNetwork(seat.folder),
             folder=seat.folder,
         )
-        return Books(context, model, threading.Event(), self._failures.append)
+        summaries = LoopSummaries(
+            self._job, seat.folder, seat.log, seat.clock, self._optimizer.param_groups
+        )
+        self._told = Told(seat.records.events("evaluator"), seat.clock, summaries.scored)
+        self._summaries = summaries
+        return Books(
+            context, model, threading.Event(), self._failures.append, watch=summaries.watch
+        )
 
     @property
     def version(self) -> int:
@@ -164,6 +175,12 @@ class Loop:
         """The optimizer was given a state: the run has rank 0's, or that of its checkpoint."""
         self._optimizer.state.clear()
 
+    def scored(self, scores: Mapping[str, float], most: bool | None) -> None:
+        """Rank 0's are the run's. What a script that was started again goes through a second time
+        says nothing of the model that it has by now."""
+        if self._told is not None and self.step_number >= self.num_known:
+            self._told.tell(self.version, scores, most)
+
     def finish(self) -> None:
         """The script is through: wait until everybody is, and the run with them."""
         try:
@@ -179,6 +196,8 @@ class Loop:
         self._open.close()
         if self._books is not None:
             self._books.join()
+        if self._summaries is not None:
+            self._summaries.close()
         if self._failures:
             raise self._failures[0]
 
@@ -189,7 +208,13 @@ class Loop:
             "examples": 0,
             "loss": self.loss if math.isfinite(self.loss) else None,
         }
-        return mine if self._books is None else {**mine, **self._books.progress()}
+        if self._books is None:
+            return mine
+        latest = self._told.latest if self._told else None
+        if latest is not None:
+            version, scores = latest
+            mine |= {"score": (version, next(iter(scores.values()))), "scores": scores}
+        return {**mine, **self._books.progress()}
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -225,6 +250,8 @@ class Loop:
         now_s = self._seat.clock()
         self.loss, self.next_loss = self.next_loss, math.nan
         self.num_steps += 1
+        if self._summaries is not None:
+            self._summaries.stepped(self.loss, self.version)
         parts = (self._since_s, pushed_s - self._since_s, now_s - pushed_s)
         self._events.record_line(
             _step_line, self._seat.rank, self.step_number, self.loss, outcome, *parts

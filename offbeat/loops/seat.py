@@ -5,7 +5,7 @@ Set by the role's process before it runs the script; what the script calls looks
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,9 @@ class Running(Protocol):
     @property
     def num_known(self) -> int:
         """Steps that the servers have already, from an earlier life of the script."""
+
+    def scored(self, scores: Mapping[str, float], most: bool | None) -> None:
+        """What the script says of the model as it is now; `most`: more of it is better."""
 
     def finish(self) -> None:
         """The script is through: wait until everybody is, and the run with them."""

@@ -8,6 +8,7 @@ takes its place.
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Waiting:
         self._optimizer = optimizer
         self.step_number = 0
         self.next_loss = math.nan
+        self._scores: list[tuple[Mapping[str, float], bool | None]] = []
 
     @property
     def may_wait(self) -> bool:
@@ -47,6 +49,8 @@ class Waiting:
         self._optimizer._offbeat_loop = loop  # type: ignore[attr-defined]
         loop.join()
         self._optimizer.state.clear()  # the servers have it
+        for scores, most in self._scores:
+            loop.scored(scores, most)
         return loop
 
     @property
@@ -55,6 +59,10 @@ class Waiting:
 
     def step(self) -> None:
         self.joined().step()
+
+    def scored(self, scores: Mapping[str, float], most: bool | None) -> None:
+        """Of the model that the run is going to begin with, as far as anybody knows."""
+        self._scores.append((scores, most))
 
     def finish(self) -> None:
         self.joined().finish()

@@ -19,6 +19,8 @@ LOSS = "loss"
 """The recipe's own loss on the test data, which is always scored."""
 HIGHER_IS_BETTER = {"accuracy": True, LOSS: False}
 """Of the metrics that Offbeat itself has."""
+WAYS = {"accuracy": True, LOSS: False, "error": False}
+"""What a word in a metric's name says of it, as in `val_loss` and `centre accuracy`."""
 NAMES = re.compile(r"[\w@./ -]+")
 
 
@@ -48,7 +50,13 @@ def direction_of(name: str, function: Metric) -> bool | None:
     """Whether more of it is better: as it says itself, or as is known of it; None: nobody said
     so."""
     said = getattr(function, "higher_is_better", None)
-    return said if isinstance(said, bool) else HIGHER_IS_BETTER.get(name)
+    return said if isinstance(said, bool) else direction_by_name(name)
+
+
+def direction_by_name(name: str) -> bool | None:
+    """What the words in a metric's name say; None: nothing, or both ways."""
+    found = {WAYS[word] for word in re.split(r"[\W_]+", name.lower()) if word in WAYS}
+    return found.pop() if len(found) == 1 else None
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat.config import DISCIPLINES, FAULT_OPTIONS, discipline_options
 from offbeat.errors import RunDirError, nearest
-from offbeat.recipes.metrics import HIGHER_IS_BETTER
+from offbeat.recipes.metrics import direction_by_name
 from offbeat.report.document import short
 from offbeat.report.one_run import counted, shares_of
 from offbeat.report.record import Record
@@ -103,7 +103,7 @@ def shortened(record: Record) -> Run:
         directions=record.directions,
         status=record.status,
         reason=record.reason,
-        last_scores=last.values if (last := record.last_score()) else {},
+        last_scores=record.last_scores(),
         curves={name: tuple(record.curve(name)) for name in record.metrics},
         gradients=totals.gradients,
         gradients_per_s=record.full_rate(),
@@ -337,7 +337,7 @@ def _goal(runs: Sequence[Run], target: float | None) -> Goal:
 def _direction(runs: Sequence[Run], metric: str) -> bool | None:
     """Whether more of it is better, as the runs have it; None where they do not, or disagree."""
     found = {way for run in runs if (way := run.directions.get(metric)) is not None}
-    return found.pop() if len(found) == 1 else HIGHER_IS_BETTER.get(metric)
+    return found.pop() if len(found) == 1 else direction_by_name(metric)
 
 
 def _rank(name: str) -> tuple[int, str]:

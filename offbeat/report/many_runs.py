@@ -123,7 +123,8 @@ def _winners(findings: Findings) -> Section:
         way, best = ("raises", "highest") if goal.most else ("lowers", "lowest")
         text += (
             f" Training {way} {goal.metric}, so that the {best} is taken to be the best; "
-            f"offbeat.metric in the recipe says which way it is."
+            f"offbeat.metric in the recipe, or higher_is_better in a script's offbeat.log, "
+            f"says which way it is."
         )
     return Section("Which one?", text, (Table(("", *(c[0] for c in criteria)), rows),))
 

@@ -60,8 +60,9 @@ def counted(number: object, what: str) -> str:
 
 def _lead(record: Record) -> str:
     time_s = record.train_time_s
-    scores = last.values if (last := record.last_score()) else {}
-    learned = "".join(f"test {name} {score(value)}, " for name, value in scores.items())
+    learned = "".join(
+        f"test {name} {score(value)}, " for name, value in record.last_scores().items()
+    )
     text = (
         f"{record.status.capitalize()}: {learned}{record.gradients:,} gradients in "
         f"{short(time_s)} s of training ({short(rate(record.gradients, time_s))} a second), seed "

@@ -107,11 +107,9 @@ class ShardRecord:
 @dataclass
 class Score:
     version: int
-    metric: float
-    """NaN where it is no number."""
     at_s: float
     values: dict[str, float]
-    """The same by name, and all others."""
+    """By each metric's name; NaN where it is no number."""
 
 
 @dataclass
@@ -216,10 +214,16 @@ class Record:
                 worker.norms.append(float(event["norm"]))
 
     def _add_score(self, event: dict[str, Any]) -> None:
-        """An older run has one metric alone."""
-        found = {self.metric: event["metric"], **event.get("scores", {})}
+        """An older run has one metric alone. What a script tells it is judged by, and which way
+        that is better, is known by its first score."""
+        found = event.get("scores", {})
+        if "higher_is_better" in event:
+            self.metric = self.metric if self.scores else next(iter(found))
+            self.directions |= event["higher_is_better"]
+        else:
+            found = {self.metric: event["metric"], **found}
         values = {k: math.nan if v is None else float(v) for k, v in found.items()}
-        self.scores.append(Score(event["version"], values[self.metric], event["at_s"], values))
+        self.scores.append(Score(event["version"], event["at_s"], values))
 
     def _add_phase(self, event: dict[str, Any]) -> None:
         match event["phase"]:
@@ -332,8 +336,12 @@ class Record:
             not_kept=0 if self.committed_s else self.gradients,
         )
 
-    def last_score(self) -> Score | None:
-        return max(self.scores, key=lambda score: score.version, default=None)
+    def last_scores(self) -> dict[str, float]:
+        """By each metric's name, of the newest version that was scored by it; the metric that the
+        run is judged by first."""
+        in_order = sorted(self.scores, key=lambda score: score.version)
+        found = {name: value for score in in_order for name, value in score.values.items()}
+        return {name: found[name] for name in self.metrics if name in found}
 
     def best_score(self) -> tuple[int, float] | None:
         """The version that was scored best, and what it scored; None: there is none, or nobody
@@ -342,7 +350,8 @@ class Record:
         if most is None:
             return None
         judge = Judge(self.metric, most=most)
-        return judge.add_all((score.version, score.metric) for score in self.scores).best
+        found = [s for s in self.scores if self.metric in s.values]
+        return judge.add_all((score.version, score.values[self.metric]) for score in found).best
 
     @property
     def metrics(self) -> list[str]:

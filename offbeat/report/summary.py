@@ -21,11 +21,11 @@ def summarise(path: Path) -> dict[str, Any]:
     record = read_run(path)
     config = record.config
     time_s = record.train_time_s
-    last = record.last_score()
     best = record.best_score()
-    is_nan = last is not None and math.isnan(last.metric)
-    metric = last.metric if last and not is_nan else None
-    scores = last.values if last else {}
+    scores = record.last_scores()
+    last = scores.get(record.metric)
+    is_nan = last is not None and math.isnan(last)
+    metric = None if is_nan else last
     numbers = {name: None if math.isnan(value) else value for name, value in scores.items()}
     workers = [record.workers[rank] for rank in record.ranks]
     totals = record.totals()

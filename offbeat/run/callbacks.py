@@ -52,7 +52,7 @@ class Caller:
         self._folder = folder
         self._start = start
         self._scores = Followed(folder.events, "evaluator*.jsonl")
-        self._scored: set[int] = set()
+        self._scored: set[tuple[Any, ...]] = set()
         self._newest: Status | None = None
         self._told: Status | None = None
         """What the last rates were up to."""
@@ -111,11 +111,15 @@ class Caller:
         return [c for c in active if self._call(c, c.on_step, steps)]
 
     def _evaluations(self) -> list[Evaluation]:
-        """Each version once, though several may have scored it."""
+        """Each version once, though several may have scored it; again where a script has told more
+        of it."""
         found = []
         for event in self._scores.read():
-            if event["kind"] == "score" and event["version"] not in self._scored:
-                self._scored.add(event["version"])
+            if event["kind"] != "score":
+                continue
+            what = (event["version"], *event["scores"])
+            if what not in self._scored:
+                self._scored.add(what)
                 found.append(_evaluation(event))
         return found
 

@@ -1,20 +1,32 @@
 """What scripts call, outside of any run."""
 
+import json
+import logging
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader
 
 import offbeat
+from offbeat.config import make_config
 from offbeat.errors import ConfigError
 from offbeat.loops import seat
 from offbeat.loops.description import Description, describe_loop, options_of
+from offbeat.loops.job import make_loop_job, resolved
 from offbeat.loops.process import execute
 from offbeat.loops.sampler import Sampler
+from offbeat.loops.scores import Told, read_values
+from offbeat.loops.summaries import LoopSummaries
 from offbeat.optim import numbers_of, with_numbers
+from offbeat.recipes.metrics import direction_by_name
+from offbeat.run.events import EventLog
 from offbeat.run.rundir import RunFolder
 
 
@@ -24,9 +36,12 @@ def test_outside_of_a_run_the_optimizer_is_what_it_was() -> None:
     assert offbeat.distribute(model, optimizer) is optimizer
     assert type(optimizer) is torch.optim.Adam
     assert (offbeat.rank(), offbeat.world_size(), offbeat.is_master()) == (0, 1, True)
-    offbeat.log(loss=1.0)
-    with pytest.raises(ConfigError, match="takes loss, not accuracy"):
-        offbeat.log(accuracy=1.0)
+    offbeat.log(loss=1.0, accuracy=torch.tensor(1.0))
+    for value in ("much", None, torch.ones(2)):
+        with pytest.raises(ConfigError, match="takes numbers: accuracy is a"):
+            offbeat.log(accuracy=value)
+    with pytest.raises(ConfigError, match="a score's name must be made of letters"):
+        offbeat.log(**{"a\nb": 1.0})
 
 
 def test_outside_of_a_run_a_state_is_its_values() -> None:
@@ -115,3 +130,75 @@ def test_a_script_is_in_no_group_of_somebody_elses(
 
 def test_nobody_is_in_a_run_here() -> None:
     assert seat.taken is None
+
+
+class Lines:
+    """A sink of events."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, text: str) -> None:
+        self.events += [json.loads(line) for line in text.splitlines()]
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_scores_that_are_told_of_one_version_belong_together() -> None:
+    sink = Lines()
+    events = EventLog(sink)
+    shown: list[tuple[int, Mapping[str, float]]] = []
+    told = Told(events, lambda: 1.5, lambda version, scores: shown.append((version, scores)))
+    told.tell(3, {"top5": 0.9}, None)
+    told.tell(3, {"bits": 2.0}, False)
+    told.tell(7, {"bits": 1.0, "top5": math.nan}, False)
+    events.flush()
+    assert [(e["version"], e["scores"]) for e in sink.events] == [
+        (3, {"top5": 0.9}),
+        (3, {"top5": 0.9, "bits": 2.0}),
+        (7, {"top5": None, "bits": 1.0}),
+    ]
+    ways = [e["higher_is_better"] for e in sink.events]
+    assert ways == [{"top5": None}, {"bits": False}, {"bits": False, "top5": False}]
+    assert told.latest is not None and list(told.latest[1]) == ["top5", "bits"]
+    assert shown[1] == (3, {"bits": 2.0})
+
+
+def test_the_loss_on_the_test_data_is_not_that_of_the_next_step() -> None:
+    assert read_values({"loss": 1, "test_loss": 2, "accuracy": 0.5}) == (
+        1.0,
+        {"loss": 2.0, "accuracy": 0.5},
+    )
+    assert read_values({"test_accuracy": 0.5}) == (None, {"accuracy": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *(("accuracy", True), ("val_accuracy", True), ("top-5 Accuracy", True)),
+        *(("loss", False), ("val_loss", False), ("error", False), ("top1.error", False)),
+        *(("bits", None), ("glossary", None), ("accuracy loss", None)),
+    ],
+)
+def test_a_name_may_say_what_is_better(name: str, most: bool | None) -> None:
+    assert direction_by_name(name) is most
+
+
+def test_tensorboard_shows_the_rate_that_the_script_has_come_to(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    job = make_loop_job(
+        resolved(make_config({"tensorboard": True})), describe_loop(model, optimizer)
+    )
+    log = logging.getLogger("test")
+    groups = optimizer.param_groups
+    summaries = LoopSummaries(job, RunFolder(tmp_path), log, lambda: 0.0, groups)
+    groups[0]["lr"] = 3
+    summaries.watch(7, [0])
+    summaries.close()
+    (point,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("learning_rate")
+    assert (point.step, point.value) == (7, 3)

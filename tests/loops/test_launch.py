@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import offbeat
 from offbeat.api import Result
@@ -224,8 +225,12 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, forks: ForkServer | None
             "distribute was called before",
         ),
         (HEAD + "offbeat.State(epoch=0)", "comes after offbeat.distribute"),
+        (HEAD + "offbeat.log(accuracy=0.5)", "scores come after offbeat.distribute"),
     ],
-    ids=["no call", "exit", "no optimizer", "another model", "a late group", "twice", "early"],
+    ids=[
+        *("no call", "exit", "no optimizer", "another model", "a late group", "twice", "early"),
+        "early scores",
+    ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(
     text: str, says: str, tmp_path: Path, forks: ForkServer | None
@@ -562,3 +567,51 @@ def test_a_class_that_cannot_be_had_without_the_script_is_told_of(
 ) -> None:
     with pytest.raises(RoleError, match=says):
         run(tmp_path, WITH_ITS_OWN_OPTIMIZER.replace(old, new), "x", forks=forks)
+
+
+SCORED = IN_EPOCHS + (
+    "    accuracy = epoch / 10 if offbeat.is_master() else 1.0\n"
+    "    offbeat.log(accuracy=accuracy, test_loss=torch.tensor(2.0 - epoch))\n"
+    "    offbeat.log(bits=3.0 - epoch, higher_is_better=False)\n"
+)
+
+
+class Watching(offbeat.Callback):
+    def __init__(self) -> None:
+        self.told: list[dict[str, float]] = []
+
+    def on_evaluation(self, evaluation: Any) -> None:
+        self.told.append(dict(evaluation.scores))
+
+
+def test_what_rank_0_scores_is_what_the_run_is_judged_by(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    watching, said = Watching(), []
+    options = {"run_dir": str(tmp_path / "run"), "workers": 2, "threads": 1, "kill_worker": "0@35"}
+    file = write(tmp_path, SCORED)
+    result = launch(file, [], options, say=said.append, forks=forks, callbacks=[watching])
+    summary = result.summary
+    last = {"accuracy": 0.5, "loss": -3.0, "bits": -2.0}
+    assert (summary["metric"], summary["test_accuracy"], result.test_loss) == ("accuracy", 0.5, -3)
+    assert result.test_scores == last
+    assert summary["higher_is_better"] == {"accuracy": True, "loss": False, "bits": False}
+    assert summary["best"]["metric"] == 0.5
+    assert watching.told[-1] == last and watching.told[-2].keys() == {"accuracy", "loss"}
+    accuracies = [scores["accuracy"] for scores in watching.told]
+    assert accuracies == sorted(accuracies)  # those of the first epochs were not told again
+    assert any("test accuracy 0.5000, test loss -3.0000" in line for line in said)
+    page = write_report([tmp_path / "run"], target=("bits", -1.0))[1].read_text()
+    assert "test accuracy over time" in page and "test bits over time" in page
+
+
+def test_tensorboard_shows_what_the_script_tells(tmp_path: Path, forks: ForkServer | None) -> None:
+    text = SCORED.replace("compute(model, batch)\n", "offbeat.log(loss=compute(model, batch))\n")
+    text = text.replace("range(state.epoch, 6)", "range(state.epoch, 1)")
+    run(tmp_path, text, tensorboard=True, forks=forks)
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    points = {tag: shown.Scalars(tag)[-1] for tag in shown.Tags()["scalars"]}
+    assert {(tag, point.step) for tag, point in points.items() if tag.startswith("test/")} == {
+        *(("test/accuracy", 10), ("test/loss", 10), ("test/bits", 10))
+    }
+    assert points["loss"].value > 0
