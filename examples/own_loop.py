@@ -2,6 +2,7 @@
 
     python examples/own_loop.py --epochs 1                        # alone, with plain PyTorch
     offbeat launch --workers 4 --servers 2 --discipline bounded:2 examples/own_loop.py --epochs 1
+    offbeat compare --disciplines sync,bounded:2 --workers 4 -- examples/own_loop.py --epochs 1
 
 A script that dies and is started again goes on with the epoch that it was in.
 """
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data")
     options = parser.parse_args()
 
-    torch.manual_seed(1)
+    torch.manual_seed(offbeat.seed())
     train_data, test_data = load(options.data, options.data_dir)
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)

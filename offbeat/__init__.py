@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
     from offbeat.errors import OffbeatError, RunError, UsageError
-    from offbeat.loops.distribute import distribute, log
+    from offbeat.loops.distribute import distribute, log, seed
     from offbeat.loops.sampler import Sampler
     from offbeat.loops.state import State
     from offbeat.optim import (
@@ -68,6 +68,7 @@ _HOME = {
     "rank": "place",
     "resume": "api",
     "schedule": "schedules",
+    "seed": "loops.distribute",
     "step_decay": "optim",
     "train": "api",
     "world_size": "place",
@@ -107,6 +108,7 @@ __all__ = [
     "rank",
     "resume",
     "schedule",
+    "seed",
     "step_decay",
     "train",
     "world_size",

@@ -55,7 +55,7 @@ PLUGINS = ("optimizer", "reduce")
 LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "reduce", "backup_workers", "round_timeout"),
     *("staleness", "threads", "worker_timeout", "max_restarts", "slow_worker", "kill_worker"),
-    *("run_dir", "checkpoint_every", "keep", "quiet", "tensorboard", "track"),
+    *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track"),
 )
 """Those that have a meaning where the training loop is the user's own."""
 MAX_THREADS = 1024

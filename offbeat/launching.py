@@ -24,6 +24,7 @@ from offbeat.run.progress import Display, Status
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.run.tensorboard import check_installed
 from offbeat.run.trackers import check_trackers, make_trackers
+from offbeat.scripts import change_of, describe_script
 
 
 class Notices(Display):
@@ -61,14 +62,6 @@ def launch(
     described = describe_script(script, arguments)
     config = make_config({**options, "recipe": Path(script).name})
     return launch_config(config, described, Notices(say), forks=forks, callbacks=callbacks)
-
-
-def describe_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What is kept of it."""
-    file = Path(script)
-    if not file.is_file():
-        raise ConfigError(f"there is no script {script}")
-    return {"file": str(file.resolve()), "arguments": list(arguments)}
 
 
 def launch_config(
@@ -112,7 +105,10 @@ def relaunch(
         for left in (folder.state, folder.model):
             left.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
-        launched = Launched(config, folder, described["script"], began_s, Notices(say), forks)
+        display, script = Notices(say), described["script"]
+        if (change := change_of(script)) is not None:
+            display.notice(change)
+        launched = Launched(config, folder, script, began_s, display, forks)
         return launched.run(lock, incarnation=incarnation)
 
 

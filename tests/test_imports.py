@@ -28,7 +28,7 @@ LAYERS = [
     ],
     [
         *("accounts", "config", "disciplines", "errors", "importing", "ledger", "place"),
-        *("plugins", "version"),
+        *("plugins", "scripts", "version"),
     ],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -3,6 +3,7 @@
     offbeat train --discipline lock-free --workers 4
     offbeat train --resume RUN
     offbeat compare --disciplines sync,lock-free --workers 1,2 --out DIR
+    offbeat compare --disciplines sync,lock-free --out DIR -- train.py --its --flags
     offbeat report RUN_OR_DIR
     offbeat eval RUN --follow
     offbeat export RUN model.safetensors
@@ -33,7 +34,6 @@ from offbeat.cli.flags import flag, make_parser, unknown
 from offbeat.cluster.hosts import Hosts, Task, find_hosts
 from offbeat.comparison import grid
 from offbeat.config import (
-    LAUNCH_OPTIONS,
     LOCAL_OPTIONS,
     ROLES,
     make_config,
@@ -46,6 +46,7 @@ from offbeat.engines.forkserver import FORK_SERVER, fork_server
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.recipes.metrics import HIGHER_IS_BETTER
 from offbeat.roles.control import CONTROL_VARIABLE, Control
+from offbeat.scripts import check_options, describe_script
 
 INTERRUPTED = 130
 
@@ -136,8 +137,7 @@ def _launch(known: argparse.Namespace) -> int:
     _check_resume(known)
     from_file, given = _read_config(known)
     given = {**from_file, **given}
-    for name in given.keys() - set(LAUNCH_OPTIONS):
-        raise ConfigError(f"{name} is for recipes: in a launched run that is the script's own")
+    check_options(list(given))
     if (known.script is None) == (known.resume is None):
         raise ConfigError(
             "launch takes a script, as offbeat launch --workers 4 train.py, or --resume RUN"
@@ -168,7 +168,9 @@ def _compare(known: argparse.Namespace) -> int:
     from_file, given = _read_config(known)
     given = {**from_file, **{k: v for k, v in given.items() if k not in grid.AXES}}
     axes = {name: getattr(known, name) for name in grid.AXES if name in vars(known)}
-    asked = grid.make_grid(given, axes, Path(known.out) if known.out and known.resume else None)
+    script = None if known.script is None else describe_script(known.script, known.arguments)
+    resumed = Path(known.out) if known.out and known.resume else None
+    asked = grid.make_grid(given, axes, resumed, script)
     if known.resume and known.out is None:
         raise ConfigError("--resume goes on with a comparison: say in which folder it is (--out)")
     grid.check_grid(asked, Path(known.out or "."))  # shows what is wrong before torch loads

@@ -86,7 +86,11 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     for name, option in options().items():
         if name in LAUNCH_OPTIONS:
             _add_option(parser, name, option.default, option.metadata)
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", default=None, help="a Python file")
+    _add_script(parser, "a Python file")
+
+
+def _add_script(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", default=None, help=help_text)
     parser.add_argument(
         "arguments",
         metavar="...",
@@ -140,6 +144,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     for name, option in options().items():
         if name not in grid.NOT_FOR_A_GRID:
             _add_option(parser, name, option.default, option.metadata)
+    _add_script(parser, "behind --: a Python file, which is launched in each run, not a recipe")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -431,9 +436,8 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers 
     ),
     "compare": (
         "train in several ways, and report which does best",
-        "Train a recipe in every combination of disciplines, workers, servers, parameters and "
-        "seeds, one run "
-        "after the other, and write a report.",
+        "Train a recipe, or launch a script, in every combination of disciplines, workers, "
+        "servers, parameters and seeds, one run after the other, and write a report.",
         _add_compare,
     ),
     "report": (

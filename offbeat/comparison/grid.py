@@ -30,6 +30,7 @@ from offbeat.config import (
 from offbeat.disciplines import BUILT_IN
 from offbeat.errors import ConfigError, RunDirError
 from offbeat.plugins import Choice
+from offbeat.scripts import check_options
 
 DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values())
 WORKERS = (1, 2)
@@ -93,6 +94,8 @@ class Grid:
     """Values of the recipe's parameters, each in turn."""
     recipe_file: Mapping[str, Any] | None = None
     """Where the recipe was found, in a comparison that has begun."""
+    script: Mapping[str, Any] | None = None
+    """Of the user's own, which is launched instead of a recipe; `recipe` is its name then."""
 
     @property
     def keep(self) -> int:
@@ -101,7 +104,7 @@ class Grid:
 
     @property
     def engine(self) -> str:
-        return str(self.options.get("engine", TrainConfig.engine))
+        return "local" if self.script else str(self.options.get("engine", TrainConfig.engine))
 
     def cells(self) -> list[Cell]:
         first = int(self.options.get("seed", 0))
@@ -120,7 +123,7 @@ class Grid:
 
     def config(self, cell: Cell, out: Path) -> TrainConfig:
         """The configuration of a cell; a ConfigError where there can be no such run."""
-        told = {"eval_skipped": True, **self.options, "recipe": self.recipe}
+        told = {"eval_skipped": self.script is None, **self.options, "recipe": self.recipe}
         told |= {**dataclasses.asdict(cell), "set": dict(cell.set)}
         if told["eval_skipped"]:
             told["keep"] = KEEP_ALL  # until they are scored
@@ -146,6 +149,7 @@ class Grid:
                 options=found["options"],
                 set=found.get("set", {}),
                 recipe_file=found.get("recipe_file"),
+                script=found.get("script"),
             )
         except OSError as error:
             raise RunDirError(
@@ -170,24 +174,33 @@ def _of_these(value: str, num_workers: int) -> str | None:
 
 
 def make_grid(
-    given_options: Mapping[str, Any], axes: Mapping[str, Any], resumed: Path | None = None
+    given_options: Mapping[str, Any],
+    axes: Mapping[str, Any],
+    resumed: Path | None = None,
+    script: Mapping[str, Any] | None = None,
 ) -> Grid:
     """A grid out of train's options and of the axes that are given; `resumed`: the folder of the
-    comparison that goes on, which knows what is not said again."""
+    comparison that goes on, which knows what is not said again; `script`: what is launched in each
+    cell, where it is no recipe that is compared."""
     plain = {
         k: str(v) if isinstance(v, Path) or v == math.inf else v for k, v in given_options.items()
     }
-    recipe = plain.pop("recipe", None)
+    if script is not None:
+        check_options([*plain, *(["set"] if axes.get("set") else [])])
+    recipe = plain.pop("recipe", None) if script is None else Path(script["file"]).name
     given: dict[str, Any] = {
         name: v if name == "seeds" else tuple(v) for name, v in axes.items() if name != "set"
     }
     if parameters := {**in_turn(plain.pop("set", {})), **in_turn(axes.get("set", {}))}:
         given["set"] = parameters
     if resumed is None:
-        return Grid(recipe or TrainConfig().recipe, **given, options=plain)
+        return Grid(recipe or TrainConfig().recipe, **given, options=plain, script=script)
     before = Grid.load(resumed)
+    if before.script is not None:
+        check_options([*plain, *given.get("set", ())])
     kept = {axis: getattr(before, axis) for axis in AXES}
-    return merge(before, Grid(recipe or before.recipe, **{**kept, **given}, options=plain))
+    now = Grid(recipe or before.recipe, **{**kept, **given}, options=plain, script=script)
+    return merge(before, now)
 
 
 def in_turn(given: Any) -> dict[str, tuple[Any, ...]]:
@@ -220,6 +233,7 @@ def _more_values(before: Grid, given: Grid) -> dict[str, tuple[Any, ...]]:
 def merge(before: Grid, given: Grid) -> Grid:
     """The grid to go on with: it may have become larger; all else must be as it was."""
     file = before.recipe_file
+    _check_script(before, given)
     if given.recipe != before.recipe and (file := _same_file(before, given.recipe)) is None:
         raise ConfigError(f"the comparison is of {before.recipe}, not of {given.recipe}")
     for name, now in given.options.items():
@@ -240,6 +254,18 @@ def merge(before: Grid, given: Grid) -> Grid:
     return dataclasses.replace(
         before, **axes, seeds=seeds, options=merged, set=parameters, recipe_file=file
     )
+
+
+def _check_script(before: Grid, given: Grid) -> None:
+    """One that is named again is the same, and is told the same."""
+    if given.script is None:
+        return
+    told = [
+        " ".join([found["file"], *found["arguments"]]) if (found := each.script) else each.recipe
+        for each in (before, given)
+    ]
+    if told[0] != told[1]:
+        raise ConfigError(f"the comparison is of {told[0]}, not of {told[1]}")
 
 
 def _same_file(before: Grid, recipe: str) -> Mapping[str, Any] | None:

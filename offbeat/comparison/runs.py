@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.api import Found, Result, find_again, named, refuse_recursion, train_config
+from offbeat.api import Result, find_again, named, refuse_recursion
 from offbeat.comparison.grid import Cell, Grid, check_grid, grid_file, make_grid
+from offbeat.comparison.subjects import OfRecipe, OfScript, Subject
 from offbeat.config import TrainConfig
 from offbeat.engines.books import Books
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
-from offbeat.recipes.base import Recipe, RecipeFile, RecipeFunction, make_recipe, metric_name
+from offbeat.recipes.base import Recipe, RecipeFile, RecipeFunction
 from offbeat.report.groups import Target
 from offbeat.report.summary import summarise
 from offbeat.report.write import write_report
 from offbeat.run.checkpoint import prune_checkpoints
 from offbeat.run.progress import Overview, make_overview, minutes
-from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
+from offbeat.run.rundir import RunFolder, create_run_folder
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,23 @@ def run_grid(
     """`forks` starts the processes, of all cells."""
     out = out or _new_folder(grid.recipe)
     configs, left_out = check_grid(grid, out)
-    kept = RecipeFile.kept(dataclasses.asdict(grid))
-    found = find_again(grid.recipe, kept, recipe, is_given=False)
+    grid, subject = _find_subject(grid, recipe)
     for config in configs.values():
-        _made(found, config)  # what is wrong with a parameter shows before anything runs
-    grid = dataclasses.replace(grid, recipe_file=found.kept)
+        subject.check(config)  # what is wrong with a parameter shows before anything runs
     _claim(out, resume=resume)
     folder = RunFolder(out)
     with folder.locked(), fork_server(grid.engine, forks) as forks:
         folder.write_json(grid_file(out), dataclasses.asdict(grid))
-        return _Comparing(grid, out, configs, found, forks).run(left_out, target)
+        return _Comparing(grid, out, configs, subject, forks).run(left_out, target)
+
+
+def _find_subject(grid: Grid, recipe: Recipe | RecipeFunction | None) -> tuple[Grid, Subject]:
+    """What is compared, and the grid that knows where it was found."""
+    if grid.script is not None:
+        return grid, OfScript(grid.script)
+    kept = RecipeFile.kept(dataclasses.asdict(grid))
+    found = find_again(grid.recipe, kept, recipe, is_given=False)
+    return dataclasses.replace(grid, recipe_file=found.kept), OfRecipe(found)
 
 
 def _new_folder(recipe: str) -> Path:
@@ -131,14 +139,15 @@ class _Comparing:
         grid: Grid,
         out: Path,
         configs: dict[Cell, TrainConfig],
-        found: Found,
+        subject: Subject,
         forks: ForkServer | None,
     ) -> None:
         self.grid = grid
         self.out = out
         self.configs = configs
-        self.found = found
+        self.subject = subject
         self.forks = forks
+        self.advice: str | None = None
         self.took_s: dict[Cell, float] = {}
         self.summaries: dict[str, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
@@ -150,8 +159,8 @@ class _Comparing:
             f"{self.grid.recipe} -> {self.out}", len(self.configs), quiet=quiet
         )
         try:
-            if self.found.change is not None:
-                overview.notice(self.found.change)
+            if (change := self.subject.change) is not None:
+                overview.notice(change)
             for reason, cells in _by_reason(left_out).items():
                 overview.notice(f"left out: {'; '.join(cells)}: {reason}")
             for cell in self.configs:
@@ -190,17 +199,11 @@ class _Comparing:
         began_s = time.monotonic()
         config = self.configs[cell]
         try:
-            result = train_config(
-                config,
-                self.found.recipe,
-                display=overview.display,
-                forks=self.forks,
-                file=self.found.file,
-            )
+            result = self.subject.run(config, overview.display, self.forks)
             prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
         except OffbeatError as error:
             self.failed[cell.name] = str(error)
-            _leave_word(config, self.found, error)
+            _leave_word(config, self.subject, error)
             return f"{cell.words}: failed: {error}"
         except KeyboardInterrupt:  # before the run had begun, or for the second time
             self.interrupted = True
@@ -210,7 +213,14 @@ class _Comparing:
             self.interrupted = True
             return f"{cell.words}: interrupted"
         self.summaries[cell.name] = result.summary
+        self._advise(result.summary, overview)
         return f"{cell.words}: {_in_brief(result)}"
+
+    def _advise(self, summary: Mapping[str, Any], overview: Overview) -> None:
+        """Once, not for every cell."""
+        if self.advice is None and (advice := self.subject.advice(summary)) is not None:
+            self.advice = advice
+            overview.notice(advice)
 
     def _left_s(self, current: Cell) -> float | None:
         """How long the cells that are to come will take, `current` among them, to judge by those
@@ -240,20 +250,14 @@ def _by_reason(left_out: Mapping[Cell, str]) -> dict[str, list[str]]:
     return reasons
 
 
-def _made(found: Found, config: TrainConfig) -> Recipe:
-    return make_recipe(found.recipe, config.recipe, config.set)[0]
-
-
-def _leave_word(config: TrainConfig, found: Found, error: OffbeatError) -> None:
+def _leave_word(config: TrainConfig, subject: Subject, error: OffbeatError) -> None:
     """A run that did not even begin has no folder; the report is to know of it all the same."""
     path = Path(config.run_dir or "")
     if (path / "events").is_dir() and any((path / "events").iterdir()):
         return
     shutil.rmtree(path, ignore_errors=True)
     folder = create_run_folder(config)
-    metric = metric_name(_made(found, config))
-    described = describe_run(config, recipe_file=found.kept, metric=metric)
-    folder.write_json(folder.config, described)
+    folder.write_json(folder.config, subject.describe(config))
     Books(folder, lambda: 0.0).close("failed", [error])
 
 

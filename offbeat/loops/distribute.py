@@ -43,6 +43,12 @@ def distribute(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opti
     return optimizer
 
 
+def seed() -> int:
+    """The run's (`--seed`), which is another one in each run of a comparison; 0 where the script
+    runs alone."""
+    return 0 if seat.taken is None else seat.taken.config.seed
+
+
 def log(*, higher_is_better: bool | None = None, **values: float) -> None:
     """Tell the run what only the script knows. `loss`: that of the step that comes next. All others
     are scores of the model as it is now, by any names: `accuracy=0.93`, `test_loss=0.21`. Those of

@@ -5,22 +5,23 @@ from collections.abc import Iterator, Sized
 from torch.utils.data import Sampler as TorchSampler
 
 from offbeat.data.batches import Share, own_order
+from offbeat.loops.distribute import seed as run_seed
 from offbeat.place import rank, world_size
 
 
 class Sampler(TorchSampler[int]):
     """Disjoint shares that together are everything; in a new order every epoch, which depends on
-    nothing but `seed`, the rank and the number of the epoch.
+    nothing but `seed` (None: the run's), the rank and the number of the epoch.
 
         loader = DataLoader(data, batch_size=64, sampler=offbeat.Sampler(data))
 
     Epochs count by themselves; `set_epoch` says which one is next.
     """
 
-    def __init__(self, data: Sized, *, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(self, data: Sized, *, shuffle: bool = True, seed: int | None = None) -> None:
         self._data = data
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed = run_seed() if seed is None else seed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:

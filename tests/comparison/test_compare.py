@@ -1,6 +1,7 @@
 """Comparisons: grids of runs, what they share, and what happens when some of them fail."""
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import offbeat
 from offbeat import Recipe
 from offbeat.api import Result
 from offbeat.cli import main
-from offbeat.comparison import runs
+from offbeat.comparison import runs, subjects
 from offbeat.comparison.grid import Cell, Grid, check_grid, make_grid
 from offbeat.comparison.runs import expected_s
 from offbeat.config import make_config
@@ -30,6 +31,7 @@ from offbeat.roles.control import Control
 from offbeat.roles.faults import make_faults
 from offbeat.run.events import read_events
 from offbeat.run.progress import Status, make_overview, minutes
+from offbeat.scripts import change_of, describe_script
 
 SMALL: dict[str, Any] = {
     "disciplines": ["sync", "lock-free"],
@@ -135,14 +137,14 @@ def test_every_checkpoint_of_a_cell_is_scored_and_one_is_kept(tmp_path: Path) ->
 def test_a_cell_that_fails_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = runs.train_config
+    train = subjects.train_config
 
     def fail_sometimes(config: Any, *args: Any, **options: Any) -> Result:
         if config.discipline == "lock-free" and config.workers == 2:
             raise NonFiniteLossError("the loss became nan")
         return train(config, *args, **options)
 
-    monkeypatch.setattr(runs, "train_config", fail_sometimes)
+    monkeypatch.setattr(subjects, "train_config", fail_sometimes)
     out = tmp_path / "c"
     command = ["compare", "--recipe", "toy:recipe", *FLAGS, "--out", str(out)]
     assert main(command) == 1
@@ -152,7 +154,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(
     text = (out / "report.md").read_text()
     assert "1 did not finish" in text and "failed: the loss became nan" in text
 
-    monkeypatch.setattr(runs, "train_config", train)
+    monkeypatch.setattr(subjects, "train_config", train)
     kept = (out / "sync-1w-1s/seed-0/events/engine.jsonl").stat().st_mtime_ns
     assert main([*command, "--resume"]) == 0
     assert "did not finish" not in (out / "report.md").read_text()
@@ -162,7 +164,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(
 def test_a_comparison_goes_on_where_it_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train, started = runs.train_config, list[str]()
+    train, started = subjects.train_config, list[str]()
 
     def interrupt_third(config: Any, *args: Any, **options: Any) -> Result:
         started.append(config.run_dir)
@@ -171,7 +173,7 @@ def test_a_comparison_goes_on_where_it_was_interrupted(
             return Result(result.run_dir, {**result.summary, "status": "interrupted"})
         return result
 
-    monkeypatch.setattr(runs, "train_config", interrupt_third)
+    monkeypatch.setattr(subjects, "train_config", interrupt_third)
     out = tmp_path / "c"
     assert main(["compare", "--recipe", "toy:recipe", *FLAGS, "--out", str(out)]) == 130
     assert f"offbeat compare --resume --out {out}" in capsys.readouterr().err
@@ -260,6 +262,43 @@ def test_an_option_that_the_grid_stands_in_for_is_refused(tmp_path: Path) -> Non
     file.touch()
     with pytest.raises(RunDirError, match="is a file"):
         offbeat.compare(toy_recipe(), out=file, **SMALL)
+
+
+def test_what_has_no_meaning_for_a_script_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = str(tmp_path / "train.py"), str(tmp_path / "c")
+    Path(script).write_text("")
+    for flags in (["--epochs", "3"], ["--set", "a=1,2"], ["--recipe", "fashion-cnn"]):
+        assert main(["compare", *flags, "--out", out, "--", script, "--epochs", "3"]) == 2
+        said = capsys.readouterr().err
+        assert f"{flags[0][2:]} is for recipes: in a launched run that is the script's own" in said
+    assert main(["compare", "--out", out, "--", str(tmp_path / "none.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_comparison_of_a_script_goes_on_with_the_same_one(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("")
+    script = describe_script(str(file), ["--lr", "1"])
+    begun = make_grid({"seed": 3}, {"seeds": 1}, script=script)
+    assert next(cell.seed for cell in begun.cells()) == 3 and begun.recipe == "train.py"
+    assert begun.engine == "local"
+    assert not any(config.eval_skipped for config in check_grid(begun, tmp_path)[0].values())
+    (tmp_path / "compare.json").write_text(json.dumps(dataclasses.asdict(begun)))
+    now = make_grid({}, {"seeds": 2}, tmp_path)
+    assert now.script == script and now.seeds == 2
+    assert make_grid({}, {}, tmp_path, script).script == script
+    with pytest.raises(ConfigError, match=r"is of .*train.py --lr 1, not of .*train.py --lr 2"):
+        make_grid({}, {}, tmp_path, describe_script(str(file), ["--lr", "2"]))
+    with pytest.raises(ConfigError, match="epochs is for recipes"):
+        make_grid({"epochs": 2}, {}, tmp_path)
+    with pytest.raises(ConfigError, match=r"is of train.py, not of fashion-cnn"):
+        make_grid({"recipe": "fashion-cnn"}, {}, tmp_path)
+    assert change_of(script) is None
+    file.write_text("pass")
+    assert "has changed since the start" in str(change_of(script))
 
 
 def test_one_discipline_under_two_names_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_outside_of_a_run_the_optimizer_is_what_it_was() -> None:
     assert offbeat.distribute(model, optimizer) is optimizer
     assert type(optimizer) is torch.optim.Adam
     assert (offbeat.rank(), offbeat.world_size(), offbeat.is_master()) == (0, 1, True)
+    assert offbeat.seed() == 0
     offbeat.log(loss=1.0, accuracy=torch.tensor(1.0))
     for value in ("much", None, torch.ones(2)):
         with pytest.raises(ConfigError, match="takes numbers: accuracy is a"):

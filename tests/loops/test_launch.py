@@ -15,10 +15,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import offbeat
 from offbeat.api import Result
 from offbeat.cli import main
+from offbeat.comparison.grid import make_grid
+from offbeat.comparison.runs import Comparison, run_grid
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, RoleError
 from offbeat.launching import launch, relaunch
 from offbeat.report.write import write_report
+from offbeat.scripts import describe_script
 
 HEAD = """
 import sys
@@ -615,3 +618,44 @@ def test_tensorboard_shows_what_the_script_tells(tmp_path: Path, forks: ForkServ
         *(("test/accuracy", 10), ("test/loss", 10), ("test/bits", 10))
     }
     assert points["loss"].value > 0
+
+
+def compared(
+    folder: Path, text: str, forks: ForkServer | None, *, resume: bool = False, **axes: Any
+) -> Comparison:
+    script = None if resume else describe_script(write(folder, text), ["--lr", "1"])
+    out = folder / "compared"
+    grid = make_grid({"threads": 1, "quiet": True}, axes, out if resume else None, script)
+    return run_grid(grid, out, resume=resume, forks=forks)
+
+
+def test_a_script_is_compared_by_what_it_tells(tmp_path: Path, forks: ForkServer | None) -> None:
+    text = SCORED.replace("range(state.epoch, 6)", "range(state.epoch, 2)").replace(
+        "epoch / 10", "(epoch + offbeat.seed()) / 10"
+    )
+    text += "assert sys.argv[1:] == ['--lr', '1']\n"
+    axes = {"disciplines": ["sync", "lock-free"], "workers": [2], "servers": [2]}
+    done = compared(tmp_path, text, forks, seeds=1, **axes)
+    assert [summary["num_servers"] for summary in done.summaries.values()] == [2, 2]
+    done = compared(tmp_path, text, forks, resume=True, seeds=2)
+    found = {name: summary["test_accuracy"] for name, summary in done.summaries.items()}
+    assert found == {
+        f"{discipline}-2w-2s/seed-{seed}": 0.1 * (seed + 1)
+        for discipline in ("sync", "lock-free")
+        for seed in (0, 1)
+    }
+    assert not done.failed
+    page = (tmp_path / "compared" / "report.md").read_text()
+    assert "best test accuracy" in page and "| 0.15 ± 0.071 |" in page
+
+
+def test_a_script_that_tells_no_score_is_told_how(
+    tmp_path: Path, forks: ForkServer | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = describe_script(
+        write(tmp_path, SHORT.replace("{made}", "SGD(model.parameters())")),
+        [str(tmp_path / "x.pt")],
+    )
+    grid = make_grid({}, {"disciplines": ["sync"], "workers": [1], "seeds": 2}, None, script)
+    run_grid(grid, tmp_path / "compared", forks=forks)
+    assert capsys.readouterr().out.count("told no score") == 1
