@@ -558,12 +558,6 @@ def check_clipping(config: TrainConfig) -> None:
     """What the options say, or the recipe suggests."""
     if config.clip_norm is not None and config.clip_value is not None:
         raise ConfigError("clip_norm and clip_value both clip gradients: give one of the two")
-    if config.clips_by_norm and config.merges and config.servers > 1:
-        raise ConfigError(
-            f"clip_norm needs the norm of all of an update's gradient, and under "
-            f"{config.chosen.kind.name} each of the {config.servers} servers has a slice of it: "
-            f"--servers 1, an asynchronous discipline, --clip-value, or --clip-norm inf"
-        )
 
 
 def _check_injected(config: TrainConfig) -> None:

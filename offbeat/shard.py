@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offbeat.accounts import Accounts
 from offbeat.aliases import PREFIX, Alias, Beginning, Segment, differ, pack, unpack
-from offbeat.clipping import Arriving, Clip
+from offbeat.clipping import Arriving, Clip, ClipNorm
 from offbeat.errors import ConfigError
 from offbeat.flat import Manifest
 from offbeat.optim import NO_GROUP, Optimizer, Schedule, constant, is_plain_sgd, with_numbers
@@ -42,6 +42,21 @@ class ShardState:
     tensors: dict[str, Tensor]
     accounts: Accounts
     """What became of each worker's gradients up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An update of which it is known what goes in, and that has not gone in."""
+
+    version: int
+    """The one that it will make."""
+    gradients: Sequence[Gradient]
+    values: Tensor
+    """What the rule made of them; its updater's, or one of theirs."""
+    mask: Sequence[bool] | None
+    """For each tensor of the manifest, whether it has a gradient; None: all have."""
+    ids: Ids | None = None
+    """Which rows of sparse tensors it has; None: the shard has no such tensor."""
 
 
 def partition(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
@@ -146,10 +161,13 @@ class Shard:
         floats: Tensor | None = None,
         ints: Tensor | None = None,
         clip: Clip | None = None,
+        joint_clip: ClipNorm | None = None,
         rows: Rows | None = None,
     ) -> None:
         """`clip`: what makes the gradient of an update smaller where it is too large; None: its
-        worker has seen to that, or nobody has to. `rows`: where sparse tensors lie, if any do."""
+        worker has seen to that, or nobody has to. `joint_clip`: the same where the norm is that of
+        all servers' slices together, which `Updater.end` is told. `rows`: where sparse tensors lie,
+        if any do."""
         self.params = params
         self.segments = list(segments)
         self.optimizer = optimizer
@@ -160,6 +178,7 @@ class Shard:
         self.rule = rule or Mean()
         self.fused = fused
         self.clip = clip
+        self.joint_clip = joint_clip
         self.rows = rows
         if rows is not None:
             trust_rows()
@@ -309,6 +328,10 @@ class Updater:
 
     def apply(self, gradients: Sequence[Gradient]) -> int:
         """One update out of these gradients; returns the version that it makes."""
+        return self.end(self.begin(gradients))
+
+    def begin(self, gradients: Sequence[Gradient]) -> "Begun":
+        """The first half of an update: what its gradient is. Nothing changes before `end`."""
         shard = self.shard
         version = next(shard.tickets)
         self.num_begun += 1
@@ -318,14 +341,33 @@ class Updater:
             values = shard.rule(gradients, staleness, shard.params, self._out)
         else:
             values, ids = self._join_rows(shard.rows, gradients, staleness)
-        mask = _joint_mask(gradients)
-        self._step(self._clipped(values, mask, ids), mask, version, gradients[0].rates, ids)
+        return Begun(version, gradients, values, _joint_mask(gradients), ids)
+
+    def measure(self, begun: "Begun") -> tuple[list[int], Arriving]:
+        """The tensors that an update has a gradient of, and the norm of each one's part here."""
+        shard = self.shard
+        assert shard.joint_clip is not None, "only where other servers have to know"
+        present = [begun.mask is None or begun.mask[s.tensor] for s in shard.segments]
+        sizes = None
+        if shard.rows is not None and begun.ids is not None:
+            of_tensors = shard.rows.sizes(begun.ids)
+            sizes = [of_tensors[segment.tensor] for segment in shard.segments]
+        norms = Arriving(shard.joint_clip.measure(begun.values, present, sizes))
+        found = zip(shard.segments, present, strict=True)
+        return [segment.tensor for segment, has_one in found if has_one], norms
+
+    def end(self, begun: "Begun", norm: float | None = None) -> int:
+        """The second half; `norm` is that of all servers' slices, where the shard needs it.
+        Returns the version that it makes."""
+        shard, version, mask = self.shard, begun.version, begun.mask
+        values = self._clipped(begun, norm)
+        self._step(values, mask, version, begun.gradients[0].rates, begun.ids)
         if shard.ema is not None and shard.ema_decay is not None:
             decay = min(shard.ema_decay, (1 + version) / (10 + version))
             shard.ema.lerp_(shard.params, 1 - decay)
-        self._merge_buffers(gradients)
-        if shard.changes is not None and ids is not None:
-            shard.changes.add(ids)
+        self._merge_buffers(begun.gradients)
+        if shard.changes is not None and begun.ids is not None:
+            shard.changes.add(begun.ids)
         self.mark.set()
         self.num_finished += 1
         return version
@@ -353,16 +395,21 @@ class Updater:
             ]
         return rule(gradients, staleness, params, self._out[: rows.num_values(ids)]), ids
 
-    def _clipped(self, values: Tensor, mask: Sequence[bool] | None, ids: Ids | None) -> Tensor:
+    def _clipped(self, begun: "Begun", norm: float | None) -> Tensor:
         """Not in place: `values` may be a worker's."""
-        shard = self.shard
-        if shard.clip is None:
+        shard, values = self.shard, begun.values
+        if shard.clip is None and shard.joint_clip is None:
             return values
-        out, sizes = self._out, None
-        if shard.rows is not None and ids is not None:
-            out, sizes = out[: values.numel()], shard.rows.sizes(ids)
-        norm = shard.clip(values, out, mask, sizes)
-        self.norm = None if norm is None else Arriving(norm)
+        out = self._out[: values.numel()]  # of sparse tensors there are rows only
+        if shard.joint_clip is not None and norm is not None:
+            shard.joint_clip.scale(values, torch.tensor(norm), out)
+            return out
+        assert shard.clip is not None, "the norm of all slices is known"
+        sizes = None
+        if shard.rows is not None and begun.ids is not None:
+            sizes = shard.rows.sizes(begun.ids)
+        found = shard.clip(values, out, begun.mask, sizes)
+        self.norm = None if found is None else Arriving(found)
         return out
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 import offbeat
 from offbeat import SGD, Adam
 from offbeat.clipping import Arriving, ClipNorm, ClipValue
-from offbeat.errors import ConfigError, RecipeError
+from offbeat.errors import RecipeError
 from offbeat.flat import FlatModel
 from offbeat.report.document import percent
 from offbeat.report.write import write_report
@@ -101,19 +101,31 @@ def test_so_does_a_shorter_number_format(run_dir: Path, options: Any, clip: Any)
     assert_same(result, plain(toy_job(recipe, **shape), clip, amp=True))
 
 
+@pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize(("options", "clip"), CLIPS)
-def test_in_sync_the_mean_of_a_round_is_clipped(run_dir: Path, options: Any, clip: Any) -> None:
+def test_in_sync_the_mean_of_a_round_is_clipped(
+    run_dir: Path, options: Any, clip: Any, servers: int
+) -> None:
     recipe = toy_recipe(Net, MOMENTUM)
     shape = {"workers": 2, "steps": 12}
-    result = train(recipe, run_dir, discipline="sync", **shape, **options)
+    more = {"discipline": "sync", "servers": servers, "partition": "tensors"}
+    result = train(recipe, run_dir, **more, **shape, **options)
     assert_same(result, plain(toy_job(recipe, **shape), clip))
 
 
-def test_in_sync_values_are_clipped_by_any_number_of_servers(run_dir: Path) -> None:
+def test_tensors_that_are_cut_change_the_norm_by_rounding_alone(run_dir: Path) -> None:
     recipe = toy_recipe(Net, MOMENTUM)
-    shape = {"workers": 2, "steps": 12}
-    result = train(recipe, run_dir, discipline="sync", servers=3, clip_value=0.02, **shape)
-    assert_same(result, plain(toy_job(recipe, **shape), CLIPS[2][1]))
+    shape = {"workers": 3, "steps": 12}
+    result = train(recipe, run_dir, discipline="sync", servers=3, clip_norm=0.15, **shape)
+    expected = plain(toy_job(recipe, **shape), CLIPS[0][1]).state_dict()
+    for name, value in result.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
+    norms: dict[int, set[float]] = {}
+    for event in read_events(result.run_dir / "events"):
+        if event["kind"] == "push":
+            norms.setdefault(event["version"], set()).add(event["norm"])
+    assert len(norms) == 12 and all(len(found) == 1 for found in norms.values())
+    assert 0 < (result.summary["clipped"] or 0) < 1
 
 
 def test_a_gradient_that_was_clipped_is_the_workers_own_still() -> None:
@@ -185,8 +197,6 @@ def test_a_recipe_suggests_a_norm_and_a_flag_says_otherwise(tmp_path: Path) -> N
     assert toy_job(recipe).config.clip_norm == 0.5
     assert toy_job(recipe, clip_norm=2).config.clip_norm == 2
     assert toy_job(recipe, clip_value=2).config.clip_norm is None
-    with pytest.raises(ConfigError, match="each of the 2 servers has a slice of it"):
-        toy_job(recipe, discipline="sync", servers=2)
     result = train(recipe, tmp_path / "r", discipline="sync", servers=2, steps=3, clip_norm="inf")
     assert result.summary["clipped"] is None and not norms_of(result, "push")
     with pytest.raises(RecipeError, match="clip_norm must be above 0 and finite, not 0"):

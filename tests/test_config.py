@@ -111,7 +111,6 @@ def test_bounded_takes_its_number_both_ways(given: dict[str, Any], staleness: fl
         ({"clip_value": "inf"}, "clip_value must be finite"),
         ({"clip_value": -1}, "clip_value must be above 0, not -1"),
         ({"clip_value": 1, "clip_norm": 1}, "give one of the two"),
-        ({"clip_norm": 1, "discipline": "sync", "servers": 2}, "--servers 1, an asynchronous"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"steps": -1}, "steps must be at least 1"),
         ({"steps": 5, "epochs": 1}, "give one of the two"),

@@ -1,19 +1,20 @@
 """What is asked of a server over a connection for calls: each call once, with its way into a
 message and out of it.
 
-By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish; by an evaluator: Newest; by a
-script: Show. A `Server` answers them. Where roles are started by hand there are others, which
-`Bootstrap` answers. A message is what JSON can say, with tensors beside it; `ask` is the call's
-name in it.
+By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish, AskRound, EndRound; by an
+evaluator: Newest; by a script: Show. A `Server` answers them. Where roles are started by hand there
+are others, which `Bootstrap` answers. A message is what JSON can say, with tensors beside it; `ask`
+is the call's name in it.
 """
 
 import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from offbeat.accounts import accounts_from, accounts_to_json
@@ -105,6 +106,24 @@ class Finish(Call):
 
     ask = "finish"
     reason: str
+
+
+@dataclass(frozen=True)
+class AskRound(Call):
+    """What is the last round, whose norm several servers have to know? Answered as soon as one
+    waits for that, or after `wait_s`."""
+
+    ask = "round"
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class EndRound(Call):
+    """This is the norm of all of the gradient that makes this version: let it go in."""
+
+    ask = "end_round"
+    version: int
+    norm: float
 
 
 # -- by an evaluator -------------------------------------------------------------------------------
@@ -262,6 +281,51 @@ class Status:
     def read(cls, message: Message) -> "Status":
         sets = {key: frozenset(message[key]) for key in ("finished", "present", "awaited")}
         return cls(**{**message, **sets})
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPart:
+    """The answer to AskRound: what a server has of its last round."""
+
+    epoch: int
+    present: frozenset[int]
+    """The workers that are connected."""
+    joining: frozenset[int] = frozenset()
+    """Those that wait to come in until it is no longer held."""
+    held: bool = False
+    """It waits for the norm."""
+    version: int = 0
+    """The one that it makes; 0: there was none."""
+    pushes: frozenset[tuple[int, int]] = frozenset()
+    """Of whom, and with which sequence number."""
+    norms: Mapping[int, float] = field(default_factory=dict)
+    """Of its part of each tensor, by the tensor's number."""
+
+    def message(self) -> Message:
+        plain = {key: getattr(self, key) for key in ("epoch", "held", "version")}
+        sets = {key: sorted(getattr(self, key)) for key in ("present", "joining", "pushes")}
+        return {**plain, **sets}
+
+    def tensors(self) -> Tensors:
+        if not self.norms:
+            return {}
+        return {
+            "of": torch.tensor(list(self.norms)),
+            "norms": torch.tensor(list(self.norms.values())),
+        }
+
+    @classmethod
+    def read(cls, message: Message, tensors: Tensors) -> "RoundPart":
+        lists = [tensors[name].tolist() for name in ("of", "norms")] if tensors else [[], []]
+        return cls(
+            epoch=message["epoch"],
+            present=frozenset(message["present"]),
+            joining=frozenset(message["joining"]),
+            held=message["held"],
+            version=message["version"],
+            pushes=frozenset((worker, sequence) for worker, sequence in message["pushes"]),
+            norms=dict(zip(*lists, strict=True)),
+        )
 
 
 @dataclass(frozen=True)

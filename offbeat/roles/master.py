@@ -18,12 +18,15 @@ from offbeat.accounts import accounts_to_json, moved
 from offbeat.errors import CheckpointError, ConnectionClosedError, in_a_line
 from offbeat.flat import FlatModel
 from offbeat.roles.calls import (
+    AskRound,
     AskStatus,
     Call,
     Drain,
+    EndRound,
     Finish,
     LeaveOut,
     Load,
+    RoundPart,
     Show,
     Status,
     Take,
@@ -87,6 +90,12 @@ class RemoteServer:
 
     def finish(self, reason: str) -> None:
         self._call(Finish(reason))
+
+    def round(self, wait_s: float) -> RoundPart:
+        return RoundPart.read(*self._call(AskRound(wait_s)))
+
+    def end_round(self, version: int, norm: float) -> None:
+        self._call(EndRound(version, norm))
 
     def close(self) -> None:
         if self._end is not None:

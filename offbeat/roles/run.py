@@ -23,6 +23,7 @@ from offbeat.roles.control import REPORT_EVERY_S
 from offbeat.roles.evaluator import Evaluator, FolderSource
 from offbeat.roles.judging import make_referee
 from offbeat.roles.master import Master
+from offbeat.roles.norms import Norms
 from offbeat.roles.scoring import score_line
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
@@ -262,6 +263,11 @@ class Books:
             patience=context.patience,
             connect_timeout_s=context.connect_timeout_s,
         )
+        self._norms = (
+            Norms(context.job, context.network, log=self._master.log, clock=context.clock)
+            if context.job.joins_norms
+            else None
+        )
         self._thread = threading.Thread(target=self._keep, name="books", daemon=True)
 
     def start(self) -> None:
@@ -285,6 +291,8 @@ class Books:
         }
 
     def _keep(self) -> None:
+        if self._norms is not None:
+            self._norms.start()
         try:
             self._master.run()
         except Exception as error:
@@ -292,6 +300,8 @@ class Books:
             self._failed(error)
         finally:
             self.closed.set()  # also where a server is away that could tell rank 0
+            if self._norms is not None:
+                self._norms.close()
 
     def _look(self, statuses: Sequence[Status]) -> None:
         self._seen = statuses

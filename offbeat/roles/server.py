@@ -19,9 +19,11 @@ from offbeat.errors import ConnectionClosedError, in_a_line
 from offbeat.ledger import Ledger
 from offbeat.roles.acceptor import Acceptor
 from offbeat.roles.calls import (
+    AskRound,
     AskStatus,
     Call,
     Drain,
+    EndRound,
     Finish,
     LeaveOut,
     Load,
@@ -191,6 +193,11 @@ class Server:
                 self.ledger.is_draining = True
             case LeaveOut(workers):
                 self.sessions.tell(lambda: self.ledger.leave_out(workers))
+            case AskRound(wait_s):
+                part = self.sessions.ask_round(min(wait_s, POLL_S))
+                return part.message(), part.tensors()
+            case EndRound(version, norm):
+                self.sessions.end_round(version, norm)
             case Newest(after):
                 return self._newest(after)
             case Show() if self.sessions.loaded.is_set():

@@ -13,6 +13,7 @@ updater for each thread. Used by roles/server.py:
 """
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -21,11 +22,14 @@ from typing import Any
 from offbeat.accounts import REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Action, Dismiss, Ledger, Snapshot, cut
+from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
 from offbeat.roles.attendant import SessionAttendant
+from offbeat.roles.calls import RoundPart
 from offbeat.roles.loop import Loop
+from offbeat.roles.rounds import ClosedRound
 from offbeat.roles.session import LARGE_FROM, POLL_S, TICK_S, Session
 from offbeat.rows import Known
+from offbeat.rules import Gradient
 from offbeat.run.events import EventLog
 from offbeat.shard import Shard, ShardState, Updater
 from offbeat.streams import NO_MARK, Scope, make_mark, make_streams
@@ -69,6 +73,11 @@ class Sessions:
         self._turn = make_mark(shard.params.device) if self._is_locked else NO_MARK
         """After what was last told to be done to the shard: every thread has a stream of its own,
         and a device does it in the order in which it was decided on."""
+        self._round: ClosedRound | None = None
+        self._round_changed = threading.Condition(self._mutex)
+        """A round was closed, or has gone in."""
+        self._joining: set[int] = set()
+        """Who waits for that, to come in."""
         self._membership = threading.Condition()
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
@@ -105,6 +114,7 @@ class Sessions:
 
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
+        self._abandon_round()
         for session in list(self._sessions.values()):
             session.end.close(reason, over=over)
 
@@ -139,6 +149,7 @@ class Sessions:
                 end.close("this worker's former connection does not come to its end")
                 return None
             with self._lock:
+                self._wait_for_round(worker)
                 slot = end.reply_slot
                 self._turn.order()
                 slot.mark.order()
@@ -240,6 +251,10 @@ class Sessions:
         with self._lock:
             if not self._is_large:
                 session.begin(header, self._clock())
+            if (held := self._held) is not None:  # the parameters are not yet those of its reply
+                session.awaits_reply = True
+                held.events.append(lambda: self.ledger.push(session.record, self.shard.version))
+                return ()
             now, later = cut(self.ledger.push(session.record, self.shard.version))
             session.awaits_reply = not (now and isinstance(now[0], Dismiss))
             self._carry_out(now)
@@ -254,7 +269,10 @@ class Sessions:
         if not actions:
             return
         self._turn.order()
-        for action in actions:
+        for index, action in enumerate(actions):
+            if (held := self._held) is not None and not isinstance(action, Snapshot):
+                held.events.append(functools.partial(self._still_wanted, actions[index:]))
+                break
             if isinstance(action, Apply):
                 self._apply(action.pushes)
             elif isinstance(action, Reply):
@@ -268,6 +286,9 @@ class Sessions:
 
     def _apply(self, pushes: Sequence[Push]) -> None:
         session = self._sessions[pushes[0].worker]
+        if self.shard.joint_clip is not None:
+            self._close_round(session.updater, pushes)
+            return
         if self._is_locked:
             self._make_update(session.updater, pushes)
         else:
@@ -278,16 +299,16 @@ class Sessions:
     def _make_update(self, updater: Updater, pushes: Sequence[Push]) -> None:
         """One update out of what these sessions pushed, written down together with it."""
         records = self.ledger.take_part(pushes, self.shard.version)
-        gradients = [
-            gradient
-            for record in records
-            if (gradient := self._sessions[record.worker].gradient) is not None
-        ]
+        gradients = self._gradients_of(records)
         version = updater.apply(gradients) if gradients else None
         if updater.norm is not None:
             for record in records:
                 record.norm = updater.norm.value
         self.ledger.applied(pushes, version, self._clock())
+
+    def _gradients_of(self, records: Sequence[PushRecord]) -> list[Gradient]:
+        found = [self._sessions[record.worker].gradient for record in records]
+        return [gradient for gradient in found if gradient is not None]
 
     def _snapshot(self) -> ShardState:
         """The shard and its accounts, with every update in both or in neither."""
@@ -334,6 +355,9 @@ class Sessions:
     def close_push(self, session: Session) -> None:
         """It has its reply, or will have none: write it down."""
         record = session.record
+        if session.awaits_reply and self._is_orphan(record):
+            session.awaits_reply = False
+            return
         if session.awaits_reply:
             session.awaits_reply = False
             self.ledger.abandon(record)
@@ -343,3 +367,95 @@ class Sessions:
             )
             self._log.warning(refused, record.worker, record.batch)
         self._events.record_line(record.event_line, self._index)
+
+    # -- a round that waits for its norm -------------------------------------------------------
+
+    @property
+    def _held(self) -> ClosedRound | None:
+        return self._round if self._round is not None and self._round.is_held else None
+
+    def _close_round(self, updater: Updater, pushes: Sequence[Push]) -> None:
+        """Begin an update, which `end_round` ends; nothing is decided in between."""
+        records = self.ledger.take_part(pushes, self.shard.version)
+        self._round = ClosedRound(pushes, records, updater)
+        if gradients := self._gradients_of(records):
+            self._round.begun = begun = updater.begin(gradients)
+            self._round.tensors, self._round.norms = updater.measure(begun)
+            self._round.is_held = True
+        else:
+            self.ledger.applied(pushes, None, self._clock())
+        self._round_changed.notify_all()
+
+    def ask_round(self, wait_s: float) -> RoundPart:
+        """The last round here, as soon as it waits for its norm; after `wait_s` in any case."""
+        with self._round_changed:
+            self._round_changed.wait_for(lambda: self._held or self.ledger.is_closing, wait_s)
+            found, ledger = self._round, self.ledger
+            here = RoundPart(
+                ledger.epoch,
+                present=frozenset(ledger.members),
+                joining=frozenset(self._joining),
+                held=self._held is not None,
+            )
+        return here if found is None else found.part(here)
+
+    def end_round(self, version: int, norm: float) -> None:
+        """The round that makes this version goes in; said again, that changes nothing."""
+        with self._lock:
+            held = self._held
+            if held is None or held.begun is None or held.begun.version != version:
+                return
+            held.is_held = False
+            self._turn.order()
+            held.updater.end(held.begun, norm)
+            self._turn.set()
+            for record in held.records:
+                record.norm = lambda: norm
+            self.ledger.applied(held.pushes, version, self._clock())
+            for record in held.orphans:
+                self._events.record_line(record.event_line, self._index)
+            self._carry_out(self.ledger.due(version))
+            self._go_on(held.events)
+            self._round_changed.notify_all()
+        self._ring()
+
+    def _go_on(self, events: Sequence[Callable[[], Sequence[Action]]]) -> None:
+        """With what came while a round was held; it may close the next one."""
+        for event in events:
+            if (held := self._held) is not None:
+                held.events.append(event)
+            else:
+                self._carry_out(event())
+
+    def _still_wanted(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """Without replies to those who left meanwhile."""
+        awaiting = {worker for worker, s in self._sessions.items() if s.awaits_reply}
+        return [a for a in actions if not isinstance(a, Reply) or a.worker in awaiting]
+
+    def _wait_for_round(self, worker: int) -> None:
+        """Whoever comes is given the parameters of the round that it takes part in."""
+        self._joining.add(worker)
+        while self._held is not None and not self.ledger.is_closing:
+            self._round_changed.wait(POLL_S)
+        self._joining.discard(worker)
+
+    def _is_orphan(self, record: PushRecord) -> bool:
+        """Whether a push whose worker is gone goes in all the same, and is written down then."""
+        if self.shard.joint_clip is None:
+            return False
+        with self._lock:
+            held = self._held
+            is_in = held is not None and any(one is record for one in held.records)
+            if held is not None and is_in:
+                held.orphans.append(record)
+        return is_in
+
+    def _abandon_round(self) -> None:
+        """The server is stopped: a round that waits for its norm does not go in."""
+        with self._mutex:
+            if (held := self._held) is not None:
+                held.is_held = False
+                for record in held.orphans:
+                    self.ledger.abandon(record)
+                    self._events.record_line(record.event_line, self._index)
+            self._round_changed.notify_all()

@@ -301,9 +301,20 @@ class Job:
             fused=self.config.fused,
             floats=torch.zeros(layout.num_floats, device=layout.device),
             ints=torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
-            clip=self._make_clip() if self.config.merges else None,
+            clip=self._make_clip() if self.config.merges and not self.joins_norms else None,
+            joint_clip=self._make_joint_clip(lo, hi) if self.joins_norms else None,
             rows=layout.rows,
         )
+
+    @property
+    def joins_norms(self) -> bool:
+        """Whether the norm that an update is clipped by is that of several servers' slices."""
+        config = self.config
+        return config.merges and config.clips_by_norm and len(self.slices) > 1
+
+    def _make_joint_clip(self, lo: int, hi: int) -> ClipNorm:
+        sizes = [s.hi - s.lo for s in segments_of(self.manifest, self.optimizer, lo, hi)]
+        return ClipNorm(self.config.clip_norm or math.inf, sizes)
 
     @property
     def schedule(self) -> Schedule:

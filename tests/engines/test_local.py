@@ -1,5 +1,6 @@
 """The engine `local`: real processes, and what becomes of a run when some of them die."""
 
+import itertools
 import json
 import os
 import re
@@ -232,6 +233,21 @@ def test_a_killed_master_is_replaced_and_the_books_are_kept(start: Start) -> Non
     assert run.wait() == 0, run.text()
     assert "the master was killed by SIGKILL" in run.text()
     assert_every_gradient_counted_once(run, 2, 4000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["worker --index 1", "master", "ps --index 1"])
+def test_rounds_that_wait_for_their_norm_outlive_whoever_is_killed(start: Start, role: str) -> None:
+    flags = ("--discipline", "sync", "--servers", "3", "--workers", "3", "--clip-norm", "0.1")
+    run = start(*flags, "--steps", "1000", "--checkpoint-every", "100", "--eval-every", "0")
+    for steps in (200, 500):
+        run.wait_for_steps(steps, 0)
+        run.kill(role)
+    assert run.wait() == 0, run.text()
+    applied_s = sorted(push["applied_s"] for push in run.events("push") if push["applied_s"])
+    assert all(b - a < 15 for a, b in itertools.pairwise(applied_s)), "nobody was out of patience"
+    assert all("norm" in push for push in run.events("push") if push["outcome"] == "applied")
+    assert [row["gradients"] for row in run.summary()["kept"]] == [3000] * 3
 
 
 @pytest.mark.slow

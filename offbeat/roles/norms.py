@@ -1,0 +1,163 @@
+"""The norm of a round's gradient where several servers have a slice of it each.
+
+A server that has closed a round measures its slice, and holds the round until it is told the norm
+of the whole. The master's process has threads that ask all servers and tell them, over calls
+(calls.py); no server needs to know another one. What is to be done is decided by `Meeting`, which
+has neither thread nor clock. Started with the master's books (run.py), where a run needs it:
+
+    norms = Norms(job, network, log=log, clock=clock)
+    norms.start()
+    norms.close()
+"""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from offbeat.clipping import joined_norm
+from offbeat.errors import ConnectionClosedError
+from offbeat.roles.calls import RoundPart
+from offbeat.roles.master import RemoteServer
+from offbeat.run.job import Job
+from offbeat.transport.base import Network
+
+WAIT_S = 0.2
+"""How long a server that has no round to tell of may keep us waiting."""
+PAUSE_S = 0.05
+"""Before a server that went away is looked for again."""
+STARTED_ANEW_S = 1.0
+"""How long a server that was started anew is waited for: gradients for its former self are lost,
+so that it may have no such round."""
+
+
+class Meeting:
+    """Where the servers' slices of one round meet.
+
+    A round closes at every server, within the time that gradients take to arrive, since nobody
+    takes a step before all have answered. So those that are held belong together. One that has let
+    its own go in already has a push in common; and one that will never have it, since it or a
+    worker died, is left out: its part of the round is lost, and the norm is that of what goes in.
+    """
+
+    def __init__(self, num_servers: int, patience_s: float) -> None:
+        """`patience_s`: how long a server without the round is waited for, whatever the reason."""
+        self._patience_s = patience_s
+        self._epochs: list[int | None] = [None] * num_servers
+        """Of each server, when the last norm was told."""
+        self._since_s: float | None = None
+        """When a held round was first seen."""
+        self._joining: frozenset[int] = frozenset()
+        """The workers that come in when it is no longer held."""
+
+    def look(self, parts: Sequence[RoundPart | None], now_s: float) -> dict[int, float]:
+        """What each server has, None where it cannot be reached; returns the norms to tell, by
+        server."""
+        for index, part in enumerate(parts):
+            if part is not None and self._epochs[index] is None:
+                self._epochs[index] = part.epoch
+        held = {index: part for index, part in enumerate(parts) if part is not None and part.held}
+        if not held:
+            self._since_s = None
+            return {}
+        self._since_s = now_s if self._since_s is None else self._since_s
+        self._joining = frozenset().union(*(part.joining for part in held.values()))
+        found = {index: self._norm(part, parts, now_s) for index, part in held.items()}
+        known = {index: norm for index, norm in found.items() if norm is not None}
+        if known:
+            self._since_s = None
+            self._epochs = [None if part is None else part.epoch for part in parts]
+        return known
+
+    def _norm(
+        self, mine: RoundPart, parts: Sequence[RoundPart | None], now_s: float
+    ) -> float | None:
+        """That of a held round, where nobody has to be waited for."""
+        slices = []
+        for index, part in enumerate(parts):
+            if part is not None and (part.held or part.pushes & mine.pushes):
+                slices.append(part.norms)
+            elif part is None or not self._lacks(index, part, mine, now_s):
+                return None
+        return joined_norm(slices)
+
+    def _lacks(self, index: int, part: RoundPart, mine: RoundPart, now_s: float) -> bool:
+        """Whether a server will have no such round, or waits for somebody who waits for us: who
+        comes in at one server after the other, and is at the first already."""
+        if not part.present & {w for w, _ in mine.pushes} or part.present & self._joining:
+            return True
+        is_new = part.epoch != self._epochs[index]
+        most_s = min(STARTED_ANEW_S, self._patience_s) if is_new else self._patience_s
+        return now_s - (self._since_s or 0.0) > most_s
+
+
+class Norms:
+    """A thread for each server, which asks it and tells it."""
+
+    def __init__(
+        self, job: Job, network: Network, *, log: logging.Logger, clock: Callable[[], float]
+    ) -> None:
+        indices = range(len(job.slices))
+        self._servers = [RemoteServer(network, k, job.agreement, job.layout(k)) for k in indices]
+        self._meeting = Meeting(len(self._servers), job.config.worker_timeout)
+        self._parts: list[RoundPart | None] = [None for _ in indices]
+        """What each server told last."""
+        self._known: dict[int, float] = {}
+        """The norms that are to be told."""
+        self._changed = threading.Condition()
+        """Held by whoever looks at the two."""
+        self._log = log
+        self._clock = clock
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(server,), name="norms", daemon=True)
+            for server in self._servers
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, server: RemoteServer) -> None:
+        while not self._closed.is_set():
+            part = self._ask(server)
+            norm = self._meet(server.index, part)
+            if part is not None and norm is not None:
+                self._tell(server, part.version, norm)
+        server.close()
+
+    def _meet(self, index: int, part: RoundPart | None) -> float | None:
+        """Bring a server's part, and wait a moment for the norm of the round that it holds."""
+        with self._changed:
+            self._parts[index] = part
+            for known, norm in self._meeting.look(self._parts, self._clock()).items():
+                self._known[known] = norm
+                self._parts[known] = _let_go(self._parts[known])
+            self._changed.notify_all()
+            if part is not None and part.held:
+                self._changed.wait_for(lambda: index in self._known, WAIT_S)
+            return self._known.pop(index, None)
+
+    def _ask(self, server: RemoteServer) -> RoundPart | None:
+        try:
+            return server.round(WAIT_S)
+        except ConnectionClosedError as error:
+            self._log.debug("server %d tells no norm: %s", server.index, error)
+            self._closed.wait(PAUSE_S)
+            return None
+
+    def _tell(self, server: RemoteServer, version: int, norm: float) -> None:
+        try:
+            server.end_round(version, norm)
+        except ConnectionClosedError as error:  # its round is lost with it
+            self._log.info("server %d was told no norm: %s", server.index, error)
+
+
+def _let_go(part: RoundPart | None) -> RoundPart | None:
+    """The same when its round is as good as in."""
+    return None if part is None else dataclasses.replace(part, held=False)

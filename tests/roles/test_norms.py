@@ -1,0 +1,149 @@
+"""Rounds that wait for the norm of all servers' slices: what is decided, and what workers see."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rig import TRANSPORTS, Rig, in_threads, rig, wait_until
+
+from offbeat.clipping import ClipNorm, joined_norm
+from offbeat.roles.calls import AskRound, EndRound, RoundPart
+from offbeat.roles.norms import STARTED_ANEW_S, Meeting
+
+PATIENCE_S = 30.0
+ALL = frozenset((0, 1))
+
+
+def part(*steps: int, held: bool = True, norm: float = 3.0, **more: object) -> RoundPart:
+    """Of a round that every worker gave its gradient of these steps to, the first's first."""
+    given = {"epoch": 0, "present": ALL, "held": held, "norms": {0: norm}, **more}
+    return RoundPart(pushes=frozenset(enumerate(steps)), version=1, **given)  # type: ignore
+
+
+def test_a_norm_is_known_when_every_server_has_its_part() -> None:
+    meeting = Meeting(3, PATIENCE_S)
+    first, second, third = part(5, 5), part(5, 5, norm=4.0), part(5, 5, norm=12.0)
+    assert meeting.look([first, None, None], 0.0) == {}
+    assert meeting.look([first, second, part(4, 4, held=False)], 1e-3) == {}
+    assert meeting.look([first, second, third], 2e-3) == {0: 13.0, 1: 13.0, 2: 13.0}
+
+
+def test_what_a_server_let_go_in_already_counts() -> None:
+    """As when the master died between two servers; or a worker that came back takes part in this
+    round at one, and in the next at another."""
+    meeting = Meeting(2, PATIENCE_S)
+    assert meeting.look([part(5, 5), part(5, 5, held=False, norm=4.0)], 0.0) == {0: 5.0}
+    assert meeting.look([part(6, 7), part(6, 6, held=False, norm=4.0)], 0.0) == {0: 5.0}
+
+
+def test_nobody_waits_for_a_server_that_will_not_have_the_round() -> None:
+    meeting = Meeting(2, PATIENCE_S)
+    before = part(4, 4, held=False)
+    assert meeting.look([part(5, 5), part(4, 4, held=False, present=frozenset([2]))], 0) == {0: 3.0}
+    assert meeting.look([part(5, 5), before], 0.0) == {}
+    assert meeting.look([part(5, 5, joining=frozenset([1])), before], 0.1) == {0: 3.0}
+    assert meeting.look([part(5, 5), before], 10.0) == {}
+    assert meeting.look([part(5, 5), before], 10.0 + PATIENCE_S + 1) == {0: 3.0}
+
+
+def test_one_that_was_started_anew_is_waited_for_a_moment() -> None:
+    meeting = Meeting(2, PATIENCE_S)
+    assert len(meeting.look([part(5, 5), part(5, 5)], 0.0)) == 2
+    anew = part(held=False, epoch=1)
+    assert meeting.look([part(6, 6), None], 1.0) == {}
+    assert meeting.look([part(6, 6), anew], 1.1) == {}
+    assert meeting.look([part(6, 6), anew], 1.1 + STARTED_ANEW_S) == {0: 3.0}
+    assert meeting.look([part(7, 7), anew], 9.0) == {}
+    assert meeting.look([part(7, 7), anew], 9.1 + STARTED_ANEW_S) == {}, "it is new no more"
+
+
+def test_a_tensor_that_is_cut_has_one_norm() -> None:
+    assert joined_norm([{0: 3.0, 1: 12.0}, {0: 4.0}]) == 13.0
+    assert joined_norm([{}, {}]) == 0.0
+
+
+def clipping_rig(folder: Path, num_workers: int, transport: str = "inproc") -> Rig:
+    clip = ClipNorm(1.0, [3, 1])
+    return Rig(folder, "sync", num_workers, sizes=(3, 1), transport=transport, joint_clip=clip)
+
+
+def round_of(made: Rig, wait_s: float = 20.0) -> RoundPart:
+    return RoundPart.read(*made.server.answer_call(AskRound(wait_s)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_round_goes_in_when_its_norm_is_told(tmp_path: Path, transport: str) -> None:
+    made = clipping_rig(tmp_path, 2, transport)
+    try:
+        hands = made.join_all(2)
+        for step in (1, 2):
+            for hand in hands:
+                hand.push(torch.tensor([1.0, 2.0, 2.0, 4.0]))
+            wait_until(lambda: round_of(made).held, "the round is closed")
+            found = round_of(made)
+            assert (found.version, found.norms) == (step, {0: 3.0, 1: 4.0})
+            assert found.pushes == {(0, step), (1, step)} and not hands[0].has_reply()
+            made.server.answer_call(EndRound(step - 1, 7.0))  # of another round: nothing happens
+            made.server.answer_call(EndRound(step, 10.0))
+            assert [hand.reply().version for hand in hands] == [step, step]
+            torch.testing.assert_close(
+                made.shard.params, step * torch.tensor([-0.1, -0.2, -0.2, -0.4])
+            )
+    finally:
+        made.close()
+    assert [push["norm"] for push in made.pushes()] == [10.0] * 4
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_dies_in_a_round_that_is_closed_is_in_it(tmp_path: Path, transport: str) -> None:
+    made = clipping_rig(tmp_path, 2, transport)
+    try:
+        stays, dies = made.join_all(2)
+        stays.push(torch.tensor([0.0, 0.0, 3.0, 0.0]))
+        dies.push(torch.tensor([0.0, 0.0, 1.0, 0.0]))
+        wait_until(lambda: round_of(made).held, "the round is closed")
+        dies.link.close()
+        wait_until(lambda: round_of(made).present == {0}, "it has left")
+
+        def come_again() -> None:
+            assert made.join(1, incarnation=1).version == 1, "what the round made"
+
+        def end() -> None:
+            wait_until(lambda: round_of(made).joining == {1}, "it waits")
+            made.server.answer_call(EndRound(1, 2.0))
+
+        in_threads(come_again, end)
+        assert stays.reply().version == 1
+        torch.testing.assert_close(made.shard.params, torch.tensor([0.0, 0.0, -1.0, 0.0]))
+    finally:
+        made.close()
+    outcomes = {push["worker"]: (push["outcome"], push["norm"]) for push in made.pushes()}
+    assert outcomes == {0: ("applied", 2.0), 1: ("applied", 2.0)}
+
+
+def test_what_comes_late_is_answered_with_what_the_round_made(tmp_path: Path) -> None:
+    options = {"backup_workers": 1}
+    clip = ClipNorm(math.inf, [4])
+    with rig(tmp_path, "sync", 2, discipline_options=options, joint_clip=clip) as made:
+        fast, slow = made.join_all(2)
+        fast.push(1.0)
+        wait_until(lambda: round_of(made).held, "the round is closed")
+        slow.push(5.0)
+        assert not slow.has_reply()
+        made.server.answer_call(EndRound(1, 2.0))
+        late = slow.reply()
+        assert (late.status, late.version) == ("dropped", 1) and fast.reply().version == 1
+
+
+def test_a_server_that_stops_lets_a_round_go(tmp_path: Path) -> None:
+    made = clipping_rig(tmp_path, 2)
+    hands = made.join_all(2)
+    for hand in hands:
+        hand.push(1.0)
+    wait_until(lambda: round_of(made).held, "the round is closed")
+    hands[1].link.close()
+    wait_until(lambda: round_of(made).present == {0}, "it has left")
+    made.close()
+    assert {push["outcome"] for push in made.pushes()} == {"dropped"}
+    assert made.shard.version == 0
