@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from offbeat.comparison.runs import Comparison, compare
     from offbeat.config import TrainConfig
     from offbeat.data.datasets import load_dataset
+    from offbeat.decline import plateau
     from offbeat.errors import OffbeatError, RunError, UsageError
     from offbeat.loops.distribute import distribute, log, seed
     from offbeat.loops.sampler import Sampler
@@ -65,6 +66,7 @@ _HOME = {
     "log": "loops.distribute",
     "metric": "recipes.metrics",
     "optimizer": "optim",
+    "plateau": "decline",
     "rank": "place",
     "resume": "api",
     "schedule": "schedules",
@@ -105,6 +107,7 @@ __all__ = [
     "log",
     "metric",
     "optimizer",
+    "plateau",
     "rank",
     "resume",
     "schedule",

@@ -69,6 +69,8 @@ class PushRecord:
     replied_s: float | None = None
     is_settled: bool = False
     """The worker's account has it."""
+    lr: float | None = None
+    """The learning rate that its update was made with."""
     norm: Callable[[], float] | None = None
     """Tells the norm of what its update was made with, before the server clipped that."""
 
@@ -77,6 +79,7 @@ class PushRecord:
         json."""
         version, staleness = self.version, self.staleness
         norm = "" if self.norm is None else f', "norm": {number(self.norm())}'
+        lr = "" if self.lr is None else f', "lr": {number(self.lr)}'
         return (
             f'{{"kind": "push", "shard": {shard}, "worker": {self.worker}, '
             f'"incarnation": {self.incarnation}, "sequence": {self.sequence}, '
@@ -85,7 +88,7 @@ class PushRecord:
             f'"staleness": {"null" if staleness is None else staleness}, '
             f'"mixed": {"true" if self.mixed else "false"}, '
             f'"received_s": {self.received_s:.6f}, "applied_s": {_seconds(self.applied_s)}, '
-            f'"replied_s": {_seconds(self.replied_s)}{norm}}}'
+            f'"replied_s": {_seconds(self.replied_s)}{lr}{norm}}}'
         )
 
 

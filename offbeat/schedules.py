@@ -10,7 +10,7 @@ the version that is asked for. shard.py asks before each update, TensorBoard for
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from offbeat.decline import Plateau, plateau
 from offbeat.errors import ConfigError, nearest
 from offbeat.optim import (
     NOT_OPTIONS,
@@ -50,6 +51,8 @@ def schedule(kind: str | type[LRScheduler], *, per: str = UPDATE, **options: Any
     """
     maker = find(kind, OF_TORCH, LRScheduler, "scheduler") if isinstance(kind, str) else kind
     _refuse(maker)
+    if maker is ReduceLROnPlateau:
+        return _by_score(per, options)
     if per not in (UPDATE, EPOCH):
         raise ConfigError(f"a schedule goes per update or per epoch, not per {per!r}")
     known = [name for name in inspect.signature(maker).parameters if name not in THE_SERVERS]
@@ -65,12 +68,24 @@ def _refuse(maker: Any) -> None:
             f"{getattr(maker, '__name__', repr(maker))} is no scheduler: give a class that is "
             f"derived from torch.optim.lr_scheduler.LRScheduler"
         )
-    if issubclass(maker, ReduceLROnPlateau):
+    if issubclass(maker, ReduceLROnPlateau) and maker is not ReduceLROnPlateau:
         raise ConfigError(
-            f"{maker.__name__} cannot be used: it goes by a score, which servers do not know"
+            f"{maker.__name__} cannot be used: it goes by a score, which servers do not know; "
+            f"ReduceLROnPlateau itself, or offbeat.plateau(...), works"
         )
     if maker is LRScheduler:
         raise ConfigError("LRScheduler is abstract: it says nothing of the learning rate")
+
+
+def _by_score(per: str, options: Mapping[str, Any]) -> Schedule:
+    """torch's ReduceLROnPlateau is what decline.py does."""
+    if per != UPDATE:
+        raise ConfigError("ReduceLROnPlateau goes by scores: leave per out, and say --eval-every")
+    known = list(inspect.signature(plateau).parameters)
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"ReduceLROnPlateau has no option {name!r}; {nearest(name, known)}")
+    return plateau(**options)
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,8 +145,17 @@ class Rates:
     """What each of an optimizer's parameter groups is told before an update, by the groups'
     numbers. One thread asks, for versions that grow: to go back means to begin again."""
 
-    def __init__(self, optimizer: Optimizer, schedule: Schedule, total: int | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        total: int | None,
+        falls: Sequence[int] = (),
+    ) -> None:
+        """`falls`: the versions from which on a rate that goes by scores is lower by one step;
+        they may become more."""
         self._schedule = schedule
+        self._falls = falls
         self._total = total
         self._bases = [member.options["lr"] for member in optimizer.members]
         self.only_lr = not isinstance(schedule, TorchSchedule)
@@ -142,6 +166,9 @@ class Rates:
         """For the update that makes `version` + 1."""
         if self._replay is not None:
             return self._replay.at(version)
+        if isinstance(self._schedule, Plateau):
+            num_falls = sum(fall <= version for fall in self._falls)
+            return [{"lr": self._schedule.lr(base, num_falls)} for base in self._bases]
         scale = self._schedule(version, self._total)
         return [{"lr": base * scale} for base in self._bases]
 

@@ -42,6 +42,8 @@ class ShardState:
     tensors: dict[str, Tensor]
     accounts: Accounts
     """What became of each worker's gradients up to here."""
+    falls: tuple[int, ...] = ()
+    """The versions from which on the learning rate is lower, where it goes by scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,11 @@ class Shard:
         """Which rows a reply has to bring."""
         self.floats = floats if floats is not None else torch.empty(0)
         self.ints = ints if ints is not None else torch.empty(0, dtype=torch.int64)
+        self.falls: list[int] = []
+        """The versions from which on a learning rate that goes by scores is lower by one step;
+        updaters look at it."""
+        self.lr: float | None = None
+        """What the last update was made with, where no parameter group says otherwise."""
         self.updaters: list[Updater] = []
         self._first_version = 0
         self._optimizer_state: dict[str, Tensor] = {}
@@ -205,6 +212,7 @@ class Shard:
                 buffer.copy_(tensors[name])
         self._optimizer_state = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
         self._first_version = state.version
+        self.falls[:] = state.falls
         self.tickets = itertools.count(state.version + 1)
 
     @property
@@ -282,7 +290,9 @@ class Shard:
             state.update(self.updaters[0].optimizer_state())
         else:
             state.update({k: v.clone() for k, v in self._optimizer_state.items()})
-        return ShardState(version=version, tensors=state, accounts=accounts)
+        return ShardState(
+            version=version, tensors=state, accounts=accounts, falls=tuple(self.falls)
+        )
 
 
 class Updater:
@@ -301,7 +311,7 @@ class Updater:
         self.shard = shard
         self.num_begun = 0
         self.num_finished = 0
-        self._rates = Rates(shard.optimizer, shard.schedule, shard.total_updates)
+        self._rates = Rates(shard.optimizer, shard.schedule, shard.total_updates, shard.falls)
         is_plain = shard.optimizer.is_plain_sgd and self._rates.only_lr
         self.stateless = is_plain and not shard.fused
         # splitting later would give lock-free sessions different step counts
@@ -319,6 +329,8 @@ class Updater:
         """After its last update."""
         self._out = torch.empty_like(shard.params)
         """Where the rule may write; untouched it takes no memory."""
+        self.lr: float | None = None
+        """What the last update was made with, where no parameter group says otherwise."""
         self.norm: Arriving | None = None
         """That of the last update's gradient before it was clipped, where that had to be known."""
         if shared and not self.stateless:
@@ -439,6 +451,7 @@ class Updater:
         else:
             rates = self._options(wanted.tolist())
             is_plain = self.stateless and is_plain_sgd(rates)
+        self.lr = self.shard.lr = float(rates[0]["lr"])
         # the most common case
         if is_plain and mask is None and ids is None and len(self.aliases) == 1:
             self.shard.params.add_(values, alpha=-rates[self._group_indices[0]]["lr"])

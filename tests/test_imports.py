@@ -23,8 +23,8 @@ LAYERS = [
     ["run"],
     ["capture", "compiling", "data", "recipes", "towers", "transport"],
     [
-        *("accumulation", "aliases", "clipping", "flat", "layers", "memory", "optim", "probing"),
-        *("randomness", "reading", "rows", "rules", "schedules", "shard", "streams"),
+        *("accumulation", "aliases", "clipping", "decline", "flat", "layers", "memory", "optim"),
+        *("probing", "randomness", "reading", "rows", "rules", "schedules", "shard", "streams"),
     ],
     [
         *("accounts", "config", "disciplines", "errors", "importing", "ledger", "place"),

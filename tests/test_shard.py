@@ -281,10 +281,19 @@ def test_torchs_schedules_may_be_made_of_others() -> None:
     assert again == made(3, None), "an earlier version may be asked for too"
 
 
+class OwnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    pass
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("ReduceLROnPlateau", {}, "ReduceLROnPlateau cannot be used: it goes by a score"),
+        (OwnPlateau, {}, "OwnPlateau cannot be used: it goes by a score.*ReduceLROnPlateau itself"),
+        ("ReduceLROnPlateau", {"patienc": 3}, "no option 'patienc'; did you mean 'patience'"),
+        ("ReduceLROnPlateau", {"per": "epoch"}, "goes by scores: leave per out"),
+        ("ReduceLROnPlateau", {"factor": 1.5}, "factor of a plateau must be between 0 and 1"),
+        ("ReduceLROnPlateau", {"min_lr": [0.1]}, "min_lr of a plateau must be a number"),
+        ("ReduceLROnPlateau", {"mode": "most"}, "mode of a plateau must be min or max"),
         ("LRScheduler", {}, "LRScheduler is abstract"),
         (nn.Linear, {}, "Linear is no scheduler"),
         ("StepLr", {"step_size": 3}, "unknown scheduler 'StepLr'; did you mean 'StepLR'"),

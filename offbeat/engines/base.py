@@ -81,6 +81,7 @@ def status_of(
         at_s=at_s,
         loss=mean(worker.get("loss") for worker in workers),
         staleness=mean(server.get("staleness") for server in progress("ps")),
+        lr=next((server.get("lr") for server in progress("ps")), None),
         metric_name=next(iter(scores), metric_name(job.recipe)),
         score=score_of(scored),
         scores=scores,

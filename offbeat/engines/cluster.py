@@ -110,6 +110,7 @@ class ClusterEngine(ThreadEngine):
             at_s=self.clock(),
             loss=master["loss"],
             staleness=master["staleness"],
+            lr=master["lr"],
             metric_name=metric_name(self.job.recipe),
             score=score_of(evaluator),
             scores=evaluator.get("scores", {}),

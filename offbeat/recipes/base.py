@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from offbeat.config import BATCHING, BF16, DIRECT, TrainConfig
 from offbeat.data.batches import batch_length
-from offbeat.errors import RecipeError, nearest
+from offbeat.decline import Plateau
+from offbeat.errors import ConfigError, RecipeError, nearest
 from offbeat.importing import import_file, import_module
 from offbeat.optim import SGD, Optimizer, Schedule, constant
 from offbeat.recipes.callbacks import Callback
@@ -282,6 +283,15 @@ def metric_name(recipe: Recipe) -> str:
 def directions(recipe: Recipe) -> dict[str, bool | None]:
     """For each metric of a job's recipe, whether more of it is better; None: nobody said so."""
     return {name: direction_of(name, function) for name, function in recipe.metrics.items()}
+
+
+def what_falls(recipe: Recipe, schedule: Plateau) -> tuple[str, bool | None]:
+    """The metric that a job's schedule goes by, and whether more of it is better."""
+    name = schedule.metric or metric_name(recipe)
+    known = directions(recipe)
+    if name not in known:
+        raise ConfigError(f"the schedule goes by {name!r}; {nearest(name, list(known))}")
+    return name, known[name] if schedule.most is None else schedule.most
 
 
 def load_recipe(

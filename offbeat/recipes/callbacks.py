@@ -42,6 +42,9 @@ class Steps:
     """The mean of the workers' last ones; None: not known."""
     staleness: float | None
     """The mean of the latest gradients'; None: none was applied."""
+    lr: float | None = None
+    """The learning rate of the last update, where no parameter group says otherwise; None: there
+    was none."""
     gradients_per_s: float | None
     """None: there were updates only."""
     examples_per_s: float | None

@@ -20,7 +20,7 @@ from offbeat.report.document import (
     score,
     short,
 )
-from offbeat.report.record import Record, WorkerRecord
+from offbeat.report.record import Record, ShardRecord, WorkerRecord
 from offbeat.report.setup import describe_setups, setup_of
 from offbeat.report.summary import rate, staleness_summary
 
@@ -123,8 +123,19 @@ def _learning(record: Record) -> Section:
     if any(line.points for line in lines):
         of_loss = tuple(lines)
         plots.append(LinePlot("training loss over time", "s of training", "loss", of_loss, marks))
-    text = f"The loss is averaged over {NUM_BINS} stretches of the run."
+    plots += _rates(record, marks)
+    text = f"Loss and learning rate are averaged over {NUM_BINS} stretches of the run."
     return Section("How it learned", text, plots=tuple(plots))
+
+
+def _rates(record: Record, marks: tuple[tuple[float, str], ...]) -> list[Plot]:
+    """All servers have the same."""
+    shard = next(iter(record.shards.values()), ShardRecord())
+    times = [at_s - record.first_s for at_s in shard.at_s]
+    points = [(t, mean) for t, mean, _ in binned(times, shard.rates, record.train_time_s)]
+    line = Line("learning rate", 0, tuple(points))
+    title = "learning rate over time"
+    return [LinePlot(title, "s of training", "learning rate", (line,), marks)] if points else []
 
 
 def _curves(record: Record, metric: str, marks: tuple[tuple[float, str], ...]) -> list[Plot]:

@@ -98,6 +98,8 @@ class ShardRecord:
     versions: "array[int]" = field(default_factory=_wholes)
     at_s: "array[float]" = field(default_factory=_floats)
     staleness: "array[int]" = field(default_factory=_wholes)
+    rates: "array[float]" = field(default_factory=_floats)
+    """The learning rate of its update; NaN where that is not known."""
 
     @property
     def version(self) -> int:
@@ -209,6 +211,8 @@ class Record:
             shard.versions.append(event["version"])
             shard.at_s.append(received_s if applied_s is None else applied_s)
             shard.staleness.append(event["staleness"])
+            lr = event.get("lr")  # older runs have none
+            shard.rates.append(math.nan if lr is None else float(lr))
             worker.staleness[event["staleness"]] += 1
             if event.get("norm") is not None:
                 worker.norms.append(float(event["norm"]))

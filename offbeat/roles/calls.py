@@ -1,10 +1,10 @@
 """What is asked of a server over a connection for calls: each call once, with its way into a
 message and out of it.
 
-By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish, AskRound, EndRound; by an
-evaluator: Newest; by a script: Show. A `Server` answers them. Where roles are started by hand there
-are others, which `Bootstrap` answers. A message is what JSON can say, with tensors beside it; `ask`
-is the call's name in it.
+By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish, Fall, AskRound, EndRound; by
+an evaluator: Newest; by a script: Show. A `Server` answers them. Where roles are started by hand
+there are others, which `Bootstrap` answers. A message is what JSON can say, with tensors beside it;
+`ask` is the name of the call in it.
 """
 
 import dataclasses
@@ -106,6 +106,15 @@ class Finish(Call):
 
     ask = "finish"
     reason: str
+
+
+@dataclass(frozen=True)
+class Fall(Call):
+    """The learning rate, which goes by scores, is lower by one step from each of these versions
+    on."""
+
+    ask = "fall"
+    versions: list[int]
 
 
 @dataclass(frozen=True)
@@ -272,6 +281,10 @@ class Status:
     """Workers that its discipline counts on, and that did not come yet."""
     ready: bool
     staleness: list[int]
+    lr: float | None = None
+    """What the last update was made with."""
+    falls: list[int] = field(default_factory=list)
+    """The versions from which on it was told to have that lower."""
 
     def message(self) -> Message:
         sets = {key: sorted(getattr(self, key)) for key in ("finished", "present", "awaited")}
@@ -348,12 +361,21 @@ class Events:
 
 def describe_state(state: ShardState) -> Message:
     """A shard's state as a message; its tensors travel beside it."""
-    return {"version": state.version, "accounts": accounts_to_json(state.accounts)}
+    return {
+        "version": state.version,
+        "accounts": accounts_to_json(state.accounts),
+        "falls": list(state.falls),
+    }
 
 
 def state_from(message: Message, tensors: Tensors) -> ShardState:
     accounts = accounts_from(message["accounts"])
-    return ShardState(version=message["version"], tensors=dict(tensors), accounts=accounts)
+    return ShardState(
+        version=message["version"],
+        tensors=dict(tensors),
+        accounts=accounts,
+        falls=tuple(message["falls"]),
+    )
 
 
 def _given(call: Call) -> dict[str, Any]:

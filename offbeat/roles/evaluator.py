@@ -146,7 +146,7 @@ class Evaluator:
         warn: Callable[[str], None],
         events: EventLog | None = None,
         clock: Callable[[], float],
-        judge: Callable[[Found, float], None] = lambda found, metric: None,
+        judge: Callable[[Found, Scores], None] = lambda found, scores: None,
     ) -> None:
         """`scored` is told each version and its scores, `warn` what is odd about one, and `judge`
         what was scored. `events`: where scores are written down, on the run's `clock`; None:
@@ -202,7 +202,7 @@ class Evaluator:
                 at_s=self._clock(),
             )
         self._scored(version, scores)
-        self._judge(found, scores.metric)
+        self._judge(found, scores)
         for warning in warnings_of(version, scores.values):
             self._warn(warning)
 

@@ -23,6 +23,7 @@ from offbeat.roles.calls import (
     Call,
     Drain,
     EndRound,
+    Fall,
     Finish,
     LeaveOut,
     Load,
@@ -33,6 +34,7 @@ from offbeat.roles.calls import (
     Want,
     state_from,
 )
+from offbeat.roles.falling import Falls
 from offbeat.run.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -90,6 +92,9 @@ class RemoteServer:
 
     def finish(self, reason: str) -> None:
         self._call(Finish(reason))
+
+    def fall(self, versions: Sequence[int]) -> None:
+        self._call(Fall(list(versions)))
 
     def round(self, wait_s: float) -> RoundPart:
         return RoundPart.read(*self._call(AskRound(wait_s)))
@@ -225,6 +230,7 @@ class Master:
         self._watch = watch
         self._patience = patience
         self._connect_timeout_s = connect_timeout_s
+        self._falls = Falls(folder)
         self._last_versions: list[int] = []
         self._wanted: int | None = None
         self._ahead = 1
@@ -259,8 +265,9 @@ class Master:
             snapshots = self._snapshots_now()  # workers may be at work already
             self._commit_if_new(snapshots if self._may_commit(snapshots) else self._initial)
         else:  # servers that lived on may be ahead of it
-            newest = newest_checkpoint(self._folder.checkpoints).recut(self.job.slices)
-            self._last_versions = [state.version for state in newest]
+            checkpoint = newest_checkpoint(self._folder.checkpoints)
+            self._falls.know(checkpoint.falls)
+            self._last_versions = [s.version for s in checkpoint.recut(self.job.slices)]
         if self._patience is not None:
             self._patience.begin()
         self._watch(statuses)
@@ -279,6 +286,7 @@ class Master:
             if self._is_done(statuses) or self._folder.enough.exists():
                 return "finished"
             try:
+                self._tell_falls(statuses)
                 self._look_for_snapshots(statuses)
             except ConnectionClosedError:  # the next look at its status brings that server back
                 self._wanted = None
@@ -301,6 +309,16 @@ class Master:
                 except ConnectionClosedError as error:  # the next look brings that server back
                     self.log.warning("server %d: %s", server.index, error)
         return budget is None and self._patience.is_done()
+
+    def _tell_falls(self, statuses: Sequence[Status]) -> None:
+        """Have the learning rate fall, where scores say so, at one version everywhere."""
+        version = self._falls.look(max(status.version for status in statuses))
+        if version is not None:
+            self._events.record("run", phase="fall", version=version, at_s=self._clock())
+            self.log.info("the learning rate falls at version %d", version)
+        for server, status in zip(self._servers, statuses, strict=True):
+            if len(status.falls) < len(self._falls.versions):
+                server.fall(self._falls.versions)
 
     def _look_for_snapshots(self, statuses: Sequence[Status]) -> None:
         if self._wanted is None:
@@ -386,7 +404,9 @@ class Master:
         checkpoint = newest_checkpoint(self._folder.checkpoints)
         checkpoint.check_model(self.job.manifest)
         fitting = checkpoint.for_optimizer(self.job.optimizer.classes)
-        state = fitting.recut(self.job.slices)[index]
+        self._falls.know(checkpoint.falls)
+        falls = tuple(self._falls.versions)
+        state = dataclasses.replace(fitting.recut(self.job.slices)[index], falls=falls)
         starts = self.job.starts(checkpoint)
         self.log.info("server %d gets version %d back", index, state.version)
         if starts is None:

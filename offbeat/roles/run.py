@@ -103,7 +103,11 @@ class ServerRole(Role):
 
     def progress(self) -> Progress:
         staleness = list(self.server.ledger.recent_staleness)
-        return {"ready": self.server.sessions.loaded.is_set(), "staleness": mean(staleness)}
+        return {
+            "ready": self.server.sessions.loaded.is_set(),
+            "staleness": mean(staleness),
+            "lr": self.server.shard.lr,
+        }
 
 
 class WorkerRole(Role):
@@ -235,7 +239,7 @@ class CrewRole(Role):
 class Books:
     """A master, in a thread of its own beside somebody's training. `closed` is set when it has
     ended, one way or another; `failed` is told what it failed with, in its thread; `watch` is shown
-    the version and the latest staleness."""
+    the version, the latest staleness, and the versions at which the learning rate fell."""
 
     def __init__(
         self,
@@ -243,7 +247,7 @@ class Books:
         model: FlatModel,
         closed: threading.Event,
         failed: Callable[[Exception], None],
-        watch: Callable[[int, list[int]], None] = lambda version, staleness: None,
+        watch: Callable[[int, list[int], list[int]], None] = lambda version, staleness, falls: None,
     ) -> None:
         assert context.network is not None and context.folder is not None
         self.closed = closed
@@ -288,6 +292,7 @@ class Books:
             "opened": bool(seen),
             "version": max((status.version for status in seen), default=0),
             "staleness": mean([n for status in seen for n in status.staleness]),
+            "lr": seen[0].lr if seen else None,
         }
 
     def _keep(self) -> None:
@@ -306,7 +311,7 @@ class Books:
     def _look(self, statuses: Sequence[Status]) -> None:
         self._seen = statuses
         staleness = [number for status in statuses for number in status.staleness]
-        self._watch(statuses[0].version, staleness)
+        self._watch(statuses[0].version, staleness, statuses[0].falls)
 
 
 class MasterRole(Role):

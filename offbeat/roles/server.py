@@ -11,7 +11,7 @@ state. Started by an engine:
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from offbeat.roles.calls import (
     Call,
     Drain,
     EndRound,
+    Fall,
     Finish,
     LeaveOut,
     Load,
@@ -85,6 +86,7 @@ class Server:
         self._agreement = agreement
         self._make_codec = make_codec
         self._events = events
+        self._clock = clock
         self._log = log
         self._ends_run = True
         self._taken: ShardState | None = None
@@ -193,6 +195,8 @@ class Server:
                 self.ledger.is_draining = True
             case LeaveOut(workers):
                 self.sessions.tell(lambda: self.ledger.leave_out(workers))
+            case Fall(versions):
+                self._fall(versions)
             case AskRound(wait_s):
                 part = self.sessions.ask_round(min(wait_s, POLL_S))
                 return part.message(), part.tensors()
@@ -220,6 +224,20 @@ class Server:
         )
         self._log.info("serving from version %d, epoch %d", state.version, epoch)
 
+    def _fall(self, versions: Sequence[int]) -> None:
+        shard = self.shard
+        self._events.record(
+            "run",
+            phase="fall",
+            shard=self.index,
+            version=max(versions[-1], shard.version),
+            at_s=self._clock(),
+        )
+        if versions[-1] < shard.version:
+            late = "the learning rate was to fall at version %d, and does so at %d"
+            self._log.warning(late, versions[-1], shard.version)
+        shard.falls[:] = versions
+
     def _status(self) -> Status:
         ledger = self.ledger
         return Status(
@@ -231,6 +249,8 @@ class Server:
             awaited=ledger.awaited,
             ready=ledger.is_request_met,
             staleness=list(ledger.recent_staleness),
+            lr=self.shard.lr,
+            falls=list(self.shard.falls),
         )
 
     def _newest(self, after: int) -> Answer:

@@ -301,9 +301,9 @@ class Sessions:
         records = self.ledger.take_part(pushes, self.shard.version)
         gradients = self._gradients_of(records)
         version = updater.apply(gradients) if gradients else None
-        if updater.norm is not None:
-            for record in records:
-                record.norm = updater.norm.value
+        for record in records:
+            record.lr = updater.lr
+            record.norm = None if updater.norm is None else updater.norm.value
         self.ledger.applied(pushes, version, self._clock())
 
     def _gradients_of(self, records: Sequence[PushRecord]) -> list[Gradient]:
@@ -410,7 +410,7 @@ class Sessions:
             held.updater.end(held.begun, norm)
             self._turn.set()
             for record in held.records:
-                record.norm = lambda: norm
+                record.lr, record.norm = held.updater.lr, lambda: norm
             self.ledger.applied(held.pushes, version, self._clock())
             for record in held.orphans:
                 self._events.record_line(record.event_line, self._index)

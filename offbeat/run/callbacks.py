@@ -136,6 +136,7 @@ class Caller:
             examples=now.num_examples,
             loss=now.loss,
             staleness=now.staleness,
+            lr=now.lr,
             gradients_per_s=rates and rates[0],
             examples_per_s=rates and rates[1],
         )

@@ -95,9 +95,15 @@ class Checkpoint:
                     version=max(s.version for s in self.shards),
                     tensors=tensors,
                     accounts=joined(s.accounts for s in self.shards),
+                    falls=self.falls,
                 )
             )
         return tuple(shards)
+
+    @property
+    def falls(self) -> tuple[int, ...]:
+        """As far as any of the shards was told."""
+        return max((shard.falls for shard in self.shards), key=len)
 
     def for_optimizer(self, name: str) -> "Checkpoint":
         """The same for this optimizer, which begins anew where another one's state is held."""
@@ -198,6 +204,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             version=entry["version"],
             tensors=_tensors(contents[f"shard-{k}.safetensors"], described["format"]),
             accounts=_accounts(entry),
+            falls=tuple(entry.get("falls", ())),
         )
         for k, entry in enumerate(described["shards"])
     )
@@ -257,7 +264,11 @@ def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, A
         "format": FORMAT,
         "version": checkpoint.version,
         "shards": [
-            {"version": s.version, "accounts": accounts_to_json(s.accounts)}
+            {
+                "version": s.version,
+                "accounts": accounts_to_json(s.accounts),
+                **({"falls": list(s.falls)} if s.falls else {}),
+            }
             for s in checkpoint.shards
         ],
         "plan": checkpoint.plan,

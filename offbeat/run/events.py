@@ -6,7 +6,8 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
 
     push   by a server: shard, outcome (applied, dropped, rejected, duplicate), version, worker,
            incarnation, sequence, batch, base_version, staleness, mixed, received_s, applied_s,
-           replied_s, and norm where the server clips (below)
+           replied_s, lr (the learning rate, where no parameter group says otherwise), and norm
+           where the server clips (below)
     step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
            exchange_s, and with --clip-norm the gradient's norm before it was clipped
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
@@ -17,7 +18,9 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
            process) and end (status, reason) by the engine;
            checkpoint (version) and books (shards: version and accounts, as in the last
-           checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server; at_s
+           checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server;
+           fall, of a learning rate that goes by scores: at which version, by the master, and by
+           each server (shard); at_s
 
 Times are seconds since the run's start, on a clock that never goes back.
 """

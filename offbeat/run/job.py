@@ -45,6 +45,7 @@ from offbeat.data.batches import (
 )
 from offbeat.data.loaders import is_cut_twice
 from offbeat.data.sources import make_source
+from offbeat.decline import Plateau
 from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.errors import (
     ConfigError,
@@ -60,7 +61,7 @@ from offbeat.place import Place, at
 from offbeat.plugins import Choice, find
 from offbeat.probing import Reach, check_rows, reach_of
 from offbeat.randomness import make_seed
-from offbeat.recipes.base import Recipe, accuracy, directions, metric_name
+from offbeat.recipes.base import Recipe, accuracy, directions, metric_name, what_falls
 from offbeat.rows import rows_of
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
@@ -323,9 +324,9 @@ class Job:
         length = Length(facts.total_updates, facts.updates_per_epoch, facts.epoch_shift)
         return in_run(self.recipe.schedule, length)
 
-    def make_rates(self) -> Rates:
+    def make_rates(self, falls: Sequence[int] = ()) -> Rates:
         """What an update is made with."""
-        return Rates(self.optimizer, self.schedule, self.facts.total_updates)
+        return Rates(self.optimizer, self.schedule, self.facts.total_updates, falls)
 
     def initial_state(self, index: int, model: FlatModel) -> ShardState:
         """Shard `index` as it is before the first update, cut out of `model`."""
@@ -635,6 +636,7 @@ def make_job(
     if config.eval_every is None:
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
     _check_judging(config, recipe, facts)
+    _check_plateau(config, recipe, facts)
     return dataclasses.replace(job, config=config)
 
 
@@ -704,6 +706,27 @@ def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
         )
     if config.eval_every == 0 and (config.stop_at is not None or config.patience is not None):
         raise ConfigError("stop_at and patience need scores along the way: give --eval-every")
+
+
+def _check_plateau(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
+    """Whether a schedule that goes by scores will have some."""
+    schedule = recipe.schedule
+    if not isinstance(schedule, Plateau):
+        return
+    if config.engine == "cluster":
+        raise ConfigError(
+            "a plateau schedule needs an evaluator beside training, which a cluster has not"
+        )
+    if not facts.has_test:
+        raise ConfigError("a plateau schedule needs test data to score on; the recipe has none")
+    if config.eval_every == 0:
+        raise ConfigError("a plateau schedule needs scores along the way: give --eval-every")
+    name, most = what_falls(recipe, schedule)
+    if most is None:
+        raise ConfigError(
+            f"a plateau schedule needs to know whether more {name} is better: say mode='min' or "
+            f"mode='max', or metric=offbeat.metric({name}, higher_is_better=False)"
+        )
 
 
 def rejoin_job(

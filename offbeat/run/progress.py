@@ -32,6 +32,8 @@ class Status:
     """All that it got, by name."""
     version: int = 0
     """Of the furthest shard, as the master saw it last."""
+    lr: float | None = None
+    """What the last update was made with; None: there was none."""
     waits_for: str = ""
     """Before the first gradient: what it takes."""
 

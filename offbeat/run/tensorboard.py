@@ -13,7 +13,7 @@ show writes a file of its own.
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -224,7 +224,8 @@ class Summaries:
         self._newest: tuple[float, int, list[int]] | None = None
         """When the servers were looked at last, their version, and the staleness they saw."""
         self._shown: tuple[float, int] | None = None
-        self._rates = job.make_rates()
+        self._falls: list[int] = []
+        self._rates = job.make_rates(self._falls)
 
     def of_steps(self) -> StepSummaries | None:
         return StepSummaries(self.job, self._file) if self._is_on else None
@@ -234,11 +235,13 @@ class Summaries:
             for name, value in scores.items():
                 self._file.scalar(f"test/{name}", value, version)
 
-    def watch(self, version: int, staleness: list[int]) -> None:
+    def watch(self, version: int, staleness: list[int], falls: Sequence[int] = ()) -> None:
         """Called several times a second; shows what it sees at the beginning and whenever a
-        multiple of `eval_every` was passed, but once a second at most."""
+        multiple of `eval_every` was passed, but once a second at most. `falls`: the versions from
+        which on a rate that goes by scores is lower."""
         if not self._is_on:
             return
+        self._falls[:] = falls
         at_s = self._clock()
         self._newest = (at_s, version, staleness)
         if self._shown is not None:

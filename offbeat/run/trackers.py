@@ -1,10 +1,10 @@
 """Experiment trackers as callbacks: `--track wandb|mlflow|trackio`, or NAME:PROJECT.
 
 Made by the api for each run; called as all callbacks are (run/callbacks.py). Each shows the
-options, and over the updates loss, gradients_per_s, examples_per_s, staleness, and test/ with each
-metric's name; in the end what the run came to. Runs that differ in their seed only share a group.
-What is no number is left out. A run that is resumed goes on where it was, as far as the library
-can.
+options, and over the updates loss, learning_rate, gradients_per_s, examples_per_s, staleness, and
+test/ with each metric's name; in the end what the run came to. Runs that differ in their seed only
+share a group. What is no number is left out. A run that is resumed goes on where it was, as far as
+the library can.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ class Tracker(Callback):
 
     def on_step(self, steps: Steps) -> None:
         names = ("loss", "gradients_per_s", "examples_per_s", "staleness")
-        self._show({name: getattr(steps, name) for name in names}, steps.version)
+        found = {name: getattr(steps, name) for name in names}
+        self._show({**found, "learning_rate": steps.lr}, steps.version)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         found = {f"test/{name}": value for name, value in evaluation.scores.items()}

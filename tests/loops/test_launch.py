@@ -21,6 +21,7 @@ from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, RoleError
 from offbeat.launching import launch, relaunch
 from offbeat.report.write import write_report
+from offbeat.run.events import read_events
 from offbeat.scripts import describe_script
 
 HEAD = """
@@ -291,7 +292,12 @@ def test_optimizers_of_other_kinds_come_to_the_same(
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
     write_report([tmp_path / "run"])  # of a run that told no loss
-    assert (tmp_path / "run" / "report.html").exists()
+    assert "learning rate over time" in (tmp_path / "run" / "report.html").read_text()
+    first = 0.05 if "Adafactor" in made else 1.0
+    pushes = [e for e in read_events(tmp_path / "run" / "events") if e["kind"] == "push"]
+    for push in pushes:
+        assert push["lr"] == pytest.approx(first * 0.5 ** (push["version"] - 1))
+    assert len(pushes) == 10
 
 
 WITH_ROWS = SHORT.replace(

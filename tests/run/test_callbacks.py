@@ -91,6 +91,7 @@ def test_a_run_is_told_from_its_start_to_its_end(run_dir: Path) -> None:
     assert_told(recorder, result)
     told = [(steps.gradients, steps.version) for steps in recorder.steps]
     assert told == sorted(set(told)) and len(told) > 1
+    assert recorder.steps[-1].lr == 0.1
     (thread,) = recorder.threads
     assert thread is not here and thread.name == "callbacks"
     (start,) = recorder.starts

@@ -15,7 +15,7 @@ import offbeat
 from offbeat.config import DISCIPLINES, make_config
 from offbeat.engines.inproc import InprocEngine
 from offbeat.errors import CheckpointError, ConfigError
-from offbeat.recipes.metrics import direction_of
+from offbeat.recipes.metrics import Scores, direction_of
 from offbeat.report.write import write_report
 from offbeat.roles.evaluator import Found
 from offbeat.roles.judging import Referee, make_referee, past_scores
@@ -240,6 +240,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return found
 
 
+def scores(metric: float) -> Scores:
+    return Scores({"metric": metric}, 1)
+
+
 def found(version: int) -> Found:
     return Found(version, {"w": torch.tensor([float(version)])})
 
@@ -258,20 +262,20 @@ def test_whoever_takes_a_dead_evaluators_place_goes_on_from_what_is_written_down
     events.close()
     told: list[str] = []
     scored = make(folder, told.append, patience=3, keep_best=True)
-    scored(found(3), 4.0)
+    scored(found(3), scores(4.0))
     assert not told, "that one is known"
-    scored(found(4), 4.5)
+    scored(found(4), scores(4.5))
     assert "no better points than 5 at version 1" in told[0] and folder.enough.exists()
     assert folder.read_best() == (4, 4.5), "of those whose weights could be kept"
-    scored(found(5), 9.0)
+    scored(found(5), scores(9.0))
     assert folder.read_best() == (5, 9.0) and len(told) == 1, "the last one counts too"
 
 
 def test_a_run_that_is_over_is_not_ended(folder: RunFolder) -> None:
     folder.write_state("finished", None)
-    make(folder, stop_at=1.0)(found(1), 2.0)
+    make(folder, stop_at=1.0)(found(1), scores(2.0))
     assert not folder.enough.exists()
-    make_referee(toy_job(), folder, None)(found(1), 2.0)
+    make_referee(toy_job(), folder, None)(found(1), scores(2.0))
     assert sorted(path.name for path in folder.path.iterdir()) == [
         "checkpoints",
         "events",

@@ -90,7 +90,7 @@ def test_wandb_is_shown_the_run(run_dir: Path, library: Recording) -> None:
     }
     steps = [values for values in logged if "loss" in values]
     assert steps[-1]["version"] == 12 and steps[0]["gradients_per_s"] > 0
-    assert steps[-1]["staleness"] == 0
+    assert steps[-1]["staleness"] == 0 and steps[-1]["learning_rate"] == 0.1
     assert (("*",), {"step_metric": "version"}) in library.of("define_metric")
     assert library.summary == {"status": "finished", "reason": None}
     assert library.of("finish") == [((), {"exit_code": 0})]

@@ -1,0 +1,157 @@
+"""A learning rate that falls when a score gets no better: what is decided, where, and from when."""
+
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import cross_entropy, toy_job, toy_recipe
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import offbeat
+from offbeat.decline import Decline, Plateau
+from offbeat.errors import ConfigError
+from offbeat.roles.falling import Falls
+from offbeat.run.checkpoint import newest_checkpoint
+from offbeat.run.events import read_events
+from offbeat.run.rundir import RunFolder
+
+OPTIONS: list[dict[str, Any]] = [
+    {"mode": "min", "patience": 2},
+    {"mode": "max", "patience": 0, "threshold": 0.1, "cooldown": 2, "factor": 0.5, "min_lr": 0.01},
+    {"mode": "min", "patience": 1, "threshold": 0.2, "threshold_mode": "abs", "eps": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rates_are_those_of_torch(options: dict[str, Any], seed: int) -> None:
+    torchs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = ReduceLROnPlateau(torchs, **options)
+    made = offbeat.schedule(ReduceLROnPlateau, **options)
+    assert isinstance(made, Plateau) and made.most is not None
+    decline = Decline(made, most=made.most, every=10)
+    drawn = random.Random(seed)
+    for version in range(10, 500, 10):
+        value = drawn.choice([drawn.uniform(0.5, 2), float("nan")])
+        scheduler.step(value)
+        decline.add(version, value)
+        assert made.lr(0.3, len(decline.falls)) == torchs.param_groups[0]["lr"]
+    assert decline.falls
+
+
+def test_a_score_that_was_not_due_does_not_count() -> None:
+    """As that of a run that was stopped, and goes on: it would fall sooner than without."""
+    made = offbeat.plateau(patience=1)
+    assert isinstance(made, Plateau)
+    decline = Decline(made, most=False, every=100)
+    told = [decline.add(v, 1.0) for v in (100, 200, 250, 250, 200, 301, 399, 400)]
+    assert told == [False] * 5 + [True] + [False] * 2 and decline.falls == [301]
+
+
+def test_it_is_shown_as_it_was_made() -> None:
+    assert repr(offbeat.plateau(patience=3, metric="loss")) == "plateau(patience=3, metric='loss')"
+
+
+def test_falls_are_at_versions_that_lie_ahead(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    falls = Falls(folder)
+    assert falls.look(50) is None
+    folder.write_json(folder.falls, {"scored": [40]})
+    assert falls.look(70) == 91, "as far again as between the two looks, and one"
+    assert falls.look(200) is None and falls.versions == [91]
+    falls.know([80])
+    assert falls.versions == [91], "what is known here is as much"
+    folder.write_json(folder.falls, {"scored": [40, 50]})
+    later = Falls(folder)
+    later.know([91])
+    assert later.look(95) == 96 and later.versions == [91, 96]
+
+
+def slow_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    threading.Event().wait(0.002)  # a step takes a while, or the run is over before it is scored
+    return cross_entropy(model, batch)
+
+
+def same(model: torch.nn.Module, batch: Any) -> tuple[float, float]:
+    """A metric that never gets better."""
+    return 1.0, 1.0
+
+
+def train(run_dir: Path, **options: Any) -> offbeat.Result:
+    schedule = offbeat.plateau(factor=0.5, patience=0, metric="same")
+    metrics = {"accuracy": offbeat.accuracy, "same": offbeat.metric(same, higher_is_better=False)}
+    recipe = toy_recipe(loss=slow_loss, metric=None, metrics=metrics, schedule=schedule)
+    given = {"engine": "inproc", "quiet": True, "threads": 1, "device": "cpu", **options}
+    if run_dir.exists():
+        return offbeat.resume(run_dir, recipe, **options)
+    return offbeat.train(recipe, run_dir=run_dir, **given)
+
+
+def rates_of(run_dir: Path) -> dict[int, dict[int, float]]:
+    """By shard and version."""
+    found: dict[int, dict[int, float]] = {}
+    for event in read_events(run_dir / "events"):
+        if event["kind"] == "push":
+            found.setdefault(event["shard"], {})[event["version"]] = event["lr"]
+    return found
+
+
+@pytest.mark.parametrize("discipline", ["sync", "lock-free", "bounded:1"])
+def test_all_servers_fall_at_the_same_version_and_go_on_so(run_dir: Path, discipline: str) -> None:
+    shape = {"workers": 2, "servers": 2, "discipline": discipline, "eval_every": 30}
+    train(run_dir, steps=300, **shape)
+    falls = newest_checkpoint(run_dir / "checkpoints").falls
+    assert falls, "there was time for one"
+    told = [e for e in read_events(run_dir / "events") if e.get("phase") == "fall"]
+    assert [e["version"] for e in told if "shard" not in e] == list(falls)
+    for shard, rates in rates_of(run_dir).items():
+        mine = [e["version"] for e in told if e.get("shard") == shard]
+        assert len(mine) == len(falls)
+        if mine == list(falls):  # it was told in time
+            for version, lr in rates.items():  # that of the update which made it
+                assert lr == 0.1 * 0.5 ** sum(fall < version for fall in falls)
+    before = max(rates_of(run_dir)[0])
+    train(run_dir, steps=360)
+    after = newest_checkpoint(run_dir / "checkpoints").falls
+    assert after[: len(falls)] == falls
+    goes_on = rates_of(run_dir)[0][before + 1]
+    assert goes_on == 0.1 * 0.5 ** sum(fall <= before for fall in after)
+
+
+def test_falls_that_were_decided_on_outlive_a_run_that_was_stopped(run_dir: Path) -> None:
+    """The scores of its first part count in the second."""
+    train(run_dir, workers=1, steps=55, eval_every=30)
+    assert not (run_dir / "falls.json").exists(), "that of the end was not due"
+    train(run_dir, steps=110)
+    assert json.loads((run_dir / "falls.json").read_text())["scored"][0] in (60, 90)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        ({}, {"eval_every": 0}, "needs scores along the way: give --eval-every"),
+        ({"metric": "acuracy"}, {}, "goes by 'acuracy'; did you mean 'accuracy'"),
+    ],
+)
+def test_what_cannot_fall_is_refused_in_a_line(
+    schedule: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        toy_job(toy_recipe(schedule=offbeat.plateau(**schedule)), **options)
+
+
+def test_a_direction_that_nobody_told_is_asked_for() -> None:
+    recipe = toy_recipe(metric=same, schedule=offbeat.plateau())
+    with pytest.raises(ConfigError, match="whether more same is better: say mode='min'"):
+        toy_job(recipe)
+    toy_job(toy_recipe(metric=same, schedule=offbeat.plateau(mode="max")))
+
+
+def test_without_test_data_there_is_nothing_to_go_by() -> None:
+    data = lambda config: (toy_recipe().data(config)[0], None)  # noqa: E731
+    with pytest.raises(ConfigError, match="needs test data to score on"):
+        toy_job(toy_recipe(data=data, schedule=offbeat.plateau()))
