@@ -37,6 +37,8 @@ UPDATE, EPOCH = "update", "epoch"
 OF_TORCH: dict[str, type[LRScheduler]] = {
     name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__
 }
+TRIED = 1000
+"""How many updates are looked at to find out what a scheduler does."""
 THE_SERVERS = ("optimizer", "last_epoch", "verbose")
 """Arguments of torch's schedulers that are not for a recipe to give."""
 
@@ -125,6 +127,21 @@ class TorchSchedule(OfRun):
                 f"total_steps out, and it is as long as the run"
             )
         return made
+
+    def sets_rates(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's own learning rate makes no difference."""
+        total = self.length.total
+        last = TRIED if total is None else min(TRIED, max(0, total - 1))
+        first, other = (Rates(each, self, total) for each in (optimizer, optimizer.scaled(2.0)))
+        tried = sorted({0, min(1, last), last})
+        return all(
+            a["lr"] == b["lr"] for v in tried for a, b in zip(first.at(v), other.at(v), strict=True)
+        )
+
+    def own_rates(self) -> str:
+        """The options that say what they are."""
+        known = inspect.signature(self.maker).parameters
+        return " and ".join(name for name in known if name.endswith("_lr")) or "rate"
 
     def __call__(self, version: int, total: int | None) -> float:
         """The learning rate of an optimizer that begins with 1."""

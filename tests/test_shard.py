@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_plain_optimizer
+from helpers import make_plain_optimizer, toy_job, toy_recipe
 from own_optimizers import (
     Counting,
     Failing,
@@ -279,6 +279,30 @@ def test_torchs_schedules_may_be_made_of_others() -> None:
             expected.step()
     again = rates.at(3)[0]["lr"]
     assert again == made(3, None), "an earlier version may be asked for too"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "own"),
+    [
+        ("OneCycleLR", {"max_lr": 0.1}, "max_lr"),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}, "base_lr and max_lr"),
+    ],
+)
+def test_a_rate_that_the_schedule_overrules_is_refused(
+    kind: str, options: dict[str, Any], own: str
+) -> None:
+    recipe = toy_recipe(optimizer=SGD(lr=0.1, momentum=0.9), schedule=schedule(kind, **options))
+    toy_job(recipe, steps=50)
+    with pytest.raises(ConfigError, match=f"--lr 0.5 would change nothing: {kind}.*another {own}$"):
+        toy_job(recipe, steps=50, lr=0.5)
+    with pytest.raises(ConfigError, match="--lr-scale linear would change nothing"):
+        toy_job(recipe, steps=50, lr_scale="linear")
+
+
+def test_a_rate_that_the_schedule_scales_is_taken() -> None:
+    for kind, options in (("StepLR", {"step_size": 3}), ("ReduceLROnPlateau", {})):
+        recipe = toy_recipe(schedule=schedule(kind, **options))
+        assert toy_job(recipe, steps=50, lr=0.5).optimizer.options["lr"] == 0.5
 
 
 class OwnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):

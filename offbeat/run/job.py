@@ -68,7 +68,7 @@ from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine, shared_gpu
 from offbeat.run.initial import Initial, fill, read_initial
-from offbeat.schedules import Rates, in_run
+from offbeat.schedules import Rates, TorchSchedule, in_run
 from offbeat.shard import (
     Shard,
     ShardState,
@@ -633,6 +633,7 @@ def make_job(
     job = dataclasses.replace(job, facts=_with_length(job, checkpoint))
     # a schedule that needs a length, or takes other arguments, says so now
     _from_recipe("schedule", lambda: float(job.make_rates().at(0)[0]["lr"]))
+    _check_lr(job)
     if config.eval_every is None:
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
     _check_judging(config, recipe, facts)
@@ -687,6 +688,20 @@ def _find_initial(
             "model() load them"
         )
     return read_initial(kept or Path(config.init), module)
+
+
+def _check_lr(job: Job) -> None:
+    """Whether a learning rate that somebody asks for is used: some of torch's schedulers have rates
+    of their own."""
+    config, schedule = job.config, job.schedule
+    asked = f"--lr {config.lr:g}" if config.lr is not None else f"--lr-scale {config.lr_scale}"
+    if config.lr is None and config.lr_scale == "none":
+        return
+    if isinstance(schedule, TorchSchedule) and schedule.sets_rates(job.optimizer):
+        raise ConfigError(
+            f"{asked} would change nothing: {schedule_name(schedule)} sets rates of its own; leave "
+            f"it out, and give the schedule another {schedule.own_rates()}"
+        )
 
 
 def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
