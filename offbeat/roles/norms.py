@@ -47,12 +47,16 @@ class Meeting:
         """Of each server, when the last norm was told."""
         self._since_s: float | None = None
         """When a held round was first seen."""
+        self._asked_s: Sequence[float] = ()
         self._joining: frozenset[int] = frozenset()
         """The workers that come in when it is no longer held."""
 
-    def look(self, parts: Sequence[RoundPart | None], now_s: float) -> dict[int, float]:
+    def look(
+        self, parts: Sequence[RoundPart | None], now_s: float, asked_s: Sequence[float] = ()
+    ) -> dict[int, float]:
         """What each server has, None where it cannot be reached; returns the norms to tell, by
-        server."""
+        server. `asked_s`: when each was asked for it; none given: now."""
+        self._asked_s = asked_s or [now_s] * len(parts)
         for index, part in enumerate(parts):
             if part is not None and self._epochs[index] is None:
                 self._epochs[index] = part.epoch
@@ -84,11 +88,14 @@ class Meeting:
     def _lacks(self, index: int, part: RoundPart, mine: RoundPart, now_s: float) -> bool:
         """Whether a server will have no such round, or waits for somebody who waits for us: who
         comes in at one server after the other, and is at the first already."""
+        since_s = self._since_s or 0.0
+        if self._asked_s[index] < since_s:  # the workers may have come to it since then
+            return False
         if not part.present & {w for w, _ in mine.pushes} or part.present & self._joining:
             return True
         is_new = part.epoch != self._epochs[index]
         most_s = min(STARTED_ANEW_S, self._patience_s) if is_new else self._patience_s
-        return now_s - (self._since_s or 0.0) > most_s
+        return now_s - since_s > most_s
 
 
 class Norms:
@@ -102,6 +109,8 @@ class Norms:
         self._meeting = Meeting(len(self._servers), job.config.worker_timeout)
         self._parts: list[RoundPart | None] = [None for _ in indices]
         """What each server told last."""
+        self._asked_s = [0.0 for _ in indices]
+        """When it was asked for that."""
         self._known: dict[int, float] = {}
         """The norms that are to be told."""
         self._changed = threading.Condition()
@@ -125,17 +134,19 @@ class Norms:
 
     def _run(self, server: RemoteServer) -> None:
         while not self._closed.is_set():
+            asked_s = self._clock()
             part = self._ask(server)
-            norm = self._meet(server.index, part)
+            norm = self._meet(server.index, part, asked_s)
             if part is not None and norm is not None:
                 self._tell(server, part.version, norm)
         server.close()
 
-    def _meet(self, index: int, part: RoundPart | None) -> float | None:
+    def _meet(self, index: int, part: RoundPart | None, asked_s: float) -> float | None:
         """Bring a server's part, and wait a moment for the norm of the round that it holds."""
         with self._changed:
-            self._parts[index] = part
-            for known, norm in self._meeting.look(self._parts, self._clock()).items():
+            self._parts[index], self._asked_s[index] = part, asked_s
+            found = self._meeting.look(self._parts, self._clock(), self._asked_s)
+            for known, norm in found.items():
                 self._known[known] = norm
                 self._parts[known] = _let_go(self._parts[known])
             self._changed.notify_all()

@@ -47,6 +47,13 @@ def test_nobody_waits_for_a_server_that_will_not_have_the_round() -> None:
     assert meeting.look([part(5, 5), before], 10.0 + PATIENCE_S + 1) == {0: 3.0}
 
 
+def test_who_was_not_there_when_a_server_was_asked_last_may_have_come_since() -> None:
+    meeting = Meeting(2, PATIENCE_S)
+    empty = part(held=False, present=frozenset())
+    assert meeting.look([part(1, 1), empty], 5.0, [4.9, 4.8]) == {}
+    assert meeting.look([part(1, 1), empty], 5.2, [4.9, 5.1]) == {0: 3.0}
+
+
 def test_one_that_was_started_anew_is_waited_for_a_moment() -> None:
     meeting = Meeting(2, PATIENCE_S)
     assert len(meeting.look([part(5, 5), part(5, 5)], 0.0)) == 2
