@@ -9,8 +9,10 @@ import ast
 import functools
 import symtable
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType
 
 import torch
 
@@ -19,16 +21,30 @@ from offbeat.errors import ModelError, in_a_line
 _LOOPS = (ast.For, ast.While, ast.With)
 
 
+class _Part(SourceFileLoader):
+    """A loader of that part of a file which has the class `wanted`; nothing of it is cached."""
+
+    def __init__(self, fullname: str, path: str, wanted: str) -> None:
+        super().__init__(fullname, path)
+        self._wanted = wanted
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        tree = ast.parse(self.get_data(path), path)
+        tree.body = _needed(tree.body, self._wanted)
+        return compile(tree, path, "exec")
+
+
 @functools.cache
 def class_in_script(file: str, name: str) -> type[torch.optim.Optimizer]:
     """The same one each time that it is asked for; a ModelError where it cannot be had."""
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"), file)
-    tree.body = _needed(tree.body, name)
-    module = ModuleType(f"offbeat_script_{Path(file).stem}")
-    module.__file__ = file
-    sys.modules[module.__name__] = module
+    loader = _Part(f"offbeat_script_{Path(file).stem}", file, name)
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None, "a file that is run is there"
+    module = module_from_spec(spec)
+    sys.modules[loader.name] = module
     try:
-        exec(compile(tree, file, "exec"), vars(module))
+        loader.exec_module(module)
         found: type[torch.optim.Optimizer] = getattr(module, name)
     except Exception as error:
         raise ModelError(

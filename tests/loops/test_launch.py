@@ -230,10 +230,15 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, forks: ForkServer | None
         ),
         (HEAD + "offbeat.State(epoch=0)", "comes after offbeat.distribute"),
         (HEAD + "offbeat.log(accuracy=0.5)", "scores come after offbeat.distribute"),
+        (
+            HEAD + "def make(base):\n    class Inner(base): pass\n    return Inner\n"
+            "m = make_model()\noffbeat.distribute(m, make(torch.optim.SGD)(m.parameters()))",
+            "cannot have the optimizer's class make.<locals>.Inner out of train.py",
+        ),
     ],
     ids=[
         *("no call", "exit", "no optimizer", "another model", "a late group", "twice", "early"),
-        "early scores",
+        *("early scores", "inside"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(
