@@ -335,6 +335,26 @@ def test_sparse_gradients_come_to_the_same(
     assert torch.equal(expected["weight"], found["weight"])
 
 
+COMPILED = SHORT.replace("{made}", "SGD(model.parameters(), lr=1)").replace(
+    "model = make_model()", 'model = torch.compile(make_model(), backend="eager")'
+)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_leaves_the_names_of_the_plain_one(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    alone(tmp_path, COMPILED, str(tmp_path / "alone.pt"))
+    run(tmp_path, COMPILED, str(tmp_path / "one.pt"), servers=2, forks=forks)
+    expected = torch.load(tmp_path / "alone.pt")
+    assert all(name.startswith("_orig_mod.") for name in expected), "as torch has them"
+    kept = offbeat.load(tmp_path / "run")
+    assert {f"_orig_mod.{name}" for name in kept} == expected.keys()
+    assert all(
+        torch.equal(kept[name.removeprefix("_orig_mod.")], expected[name]) for name in expected
+    )
+
+
 def test_another_model_is_not_given_the_checkpoints_weights(
     tmp_path: Path, forks: ForkServer | None
 ) -> None:
