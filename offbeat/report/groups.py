@@ -291,6 +291,18 @@ def sort_runs(runs: Sequence[Run], target: Target | None) -> Findings:
     return Findings(tuple(runs), tuple(group for group in made if group.runs), goal)
 
 
+def time_to(target: Target, record: Record) -> tuple[str, str]:
+    """What a run's report says of a target: its name, and when it was reached."""
+    run, *_ = (findings := sort_runs([shortened(record)], target)).runs
+    goal = findings.goal
+    if goal.target is None:
+        name, value = target if isinstance(target, tuple) else (record.metric, target)
+        return f"s of training to {name} {value:g}", "nobody said which way it is better"
+    reached = goal.reached(run)
+    when = "not reached" if reached is None else short(reached[0])
+    return f"s of training to {goal.metric} {goal.target:g}", when
+
+
 def _varying(configs: list[dict[str, Any]]) -> list[str]:
     """The options that tell settings apart: always the numbers of workers and servers. How many
     threads a worker has follows from how many workers there are, unless somebody said otherwise."""

@@ -31,14 +31,15 @@ WINDOW_STEPS = 12
 MAX_HISTOGRAM_BINS = 24
 
 
-def describe_run(record: Record) -> Document:
+def describe_run(record: Record, reached: tuple[str, str] | None = None) -> Document:
+    """`reached`: when it was as good as somebody asked for, and what that is called."""
     return Document(
         title=f"{record.config['recipe']}: {in_words(record)}",
         lead=_lead(record),
         sections=tuple(
             section
             for section in (
-                _figures(record),
+                _figures(record, reached),
                 _learning(record),
                 _staleness(record),
                 _time(record),
@@ -75,7 +76,7 @@ def _lead(record: Record) -> str:
     return text
 
 
-def _figures(record: Record) -> Section:
+def _figures(record: Record, reached: tuple[str, str] | None) -> Section:
     stale = staleness_summary(record.staleness)
     totals = record.totals()
     rows = [
@@ -90,6 +91,7 @@ def _figures(record: Record) -> Section:
         ("gradients that are in no checkpoint", str(totals.not_kept)),
         ("restarts", ", ".join(f"{who} at {short(s)} s" for s, who in record.restarts) or "0"),
     ]
+    rows += [] if reached is None else [reached]
     if (clipped := record.clipped()) is not None:
         rows.append(
             (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.errors import RunDirError
-from offbeat.report.groups import Target, shortened
+from offbeat.report.groups import Target, shortened, time_to
 from offbeat.report.many_runs import describe_runs
 from offbeat.report.markdown import write_markdown
 from offbeat.report.one_run import describe_run
@@ -30,7 +30,8 @@ def write_report(
             raise RunDirError(f"there is no run in {path}: none of its folders has a config.json")
     runs = list(found.values())
     if len(runs) == 1:
-        document = describe_run(read_run(*runs[0]))
+        record = read_run(*runs[0])
+        document = describe_run(record, time_to(target, record) if target is not None else None)
     else:
         document = describe_runs([shortened(read_run(*run)) for run in runs], target)
     folder = out or (paths[0] if len(paths) == 1 else Path())

@@ -417,6 +417,20 @@ def test_a_direction_that_was_told_beats_what_training_does(tmp_path: Path) -> N
     assert goal.most and not goal.is_guess
 
 
+def test_the_report_of_a_run_says_when_it_was_good_enough(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", gradients=100)
+    add_scores(tmp_path / "r", WAYS, loss=lambda a: 2 - 2 * a)
+    curve = read_run(tmp_path / "r").curve("loss")
+    first = next(at_s for at_s, _, value in curve if value <= 1.0)
+    write_report([tmp_path / "r"], target=("loss", 1.0))
+    text = (tmp_path / "r" / "report.md").read_text()
+    assert f"| s of training to loss 1 | {short(first)} |" in text, "the lower the better"
+    write_report([tmp_path / "r"], target=2.0)
+    assert "s of training to accuracy 2 | not reached" in (tmp_path / "r/report.md").read_text()
+    with pytest.raises(RunDirError, match="no run was scored by 'los'; did you mean 'loss'"):
+        write_report([tmp_path / "r"], target=("los", 1.0))
+
+
 def test_the_report_of_a_run_has_all_of_its_scores(tmp_path: Path) -> None:
     write_run(tmp_path / "r", gradients=100)
     add_scores(tmp_path / "r", WAYS, loss=lambda a: None if a > 0.8 else 2 - 2 * a)
