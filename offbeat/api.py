@@ -44,14 +44,13 @@ from offbeat.report.summary import summarise
 from offbeat.roles.control import Control
 from offbeat.roles.evaluator import Evaluator, FolderSource, found_in
 from offbeat.roles.evaluator import Found as Scored
-from offbeat.roles.judging import past_scores
+from offbeat.roles.judging import make_judges, reason_of
 from offbeat.roles.scoring import score_line
 from offbeat.run.callbacks import Caller, make_callbacks
 from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
 from offbeat.run.job import Facts, Job, make_job, rejoin_job
 from offbeat.run.progress import Display, MakeDisplay, make_display
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
-from offbeat.run.stopping import Judge
 from offbeat.run.tensorboard import check_installed
 from offbeat.run.trackers import check_trackers, make_trackers
 
@@ -406,12 +405,7 @@ def resume_config(
 
 def _check_not_over(job: Job, folder: RunFolder) -> None:
     """What ended a run early holds still, unless it is asked for something else now."""
-    config, most = job.config, job.facts.higher_is_better
-    if most is None:
-        return
-    name = metric_name(job.recipe)
-    judge = Judge(name, most=most, stop_at=config.stop_at, patience=config.patience)
-    if (reason := judge.add_all(past_scores(folder.events)).reason) is not None:
+    if (reason := reason_of(make_judges(job, folder.events))) is not None:
         raise ConfigError(
             f"{folder.path} has nothing left to do: {reason}; to go on say --stop-at or --patience "
             f"anew (--stop-at inf: never)"

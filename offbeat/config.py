@@ -84,6 +84,16 @@ def number(value: Any) -> float:
     return result
 
 
+def level(value: Any) -> float | str:
+    """What a score is to reach: a number, or NAME=NUMBER."""
+    if not (isinstance(value, str) and "=" in value):
+        return number(value)
+    name, _, figure = value.rpartition("=")
+    if not name:
+        raise ValueError
+    return f"{name}={number(figure)!r}"
+
+
 def text(value: Any) -> str:
     if not isinstance(value, str | Path):
         raise ValueError
@@ -115,6 +125,7 @@ def settings(value: Any) -> dict[str, Any]:
 
 
 KIND_NAMES = {
+    level: "a number, or METRIC=NUMBER",
     settings: "of the form NAME=VALUE",
     whole: "a whole number",
     number: "a number",
@@ -311,11 +322,11 @@ class TrainConfig:
         yes_or_no,
         "when training is over, score also those of the kept checkpoints that were skipped",
     )
-    stop_at: float | None = _option(
+    stop_at: float | str | None = _option(
         None,
-        number,
+        level,
         "end the run when a scored checkpoint is as good as this: an accuracy as high, a loss as "
-        "low; inf: never",
+        "low; NAME=X goes by that metric; inf: never",
     )
     patience: int | None = _option(
         None, whole, "end the run after so many scores in a row that are no better than the best"
@@ -378,6 +389,14 @@ class TrainConfig:
         return self.clip_norm is not None and self.clip_norm != math.inf
 
     @property
+    def stops_at(self) -> tuple[str | None, float] | None:
+        """By which metric, None: the one that the run is judged by, and what it is to reach."""
+        if self.stop_at is None or isinstance(self.stop_at, float | int):
+            return None if self.stop_at is None else (None, float(self.stop_at))
+        name, _, figure = self.stop_at.rpartition("=")
+        return name, float(figure)
+
+    @property
     def is_judged(self) -> bool:
         """Whether anything follows from scores."""
         return self.stop_at is not None or self.patience is not None or self.keep_best
@@ -422,7 +441,7 @@ class TrainConfig:
             raise ConfigError("device and devices both say where to compute: give one of the two")
         if config.device is not None and "," in config.device:
             raise ConfigError(f"several devices are given by devices, as --devices {config.device}")
-        if config.stop_at == -math.inf:
+        if config.stops_at is not None and config.stops_at[1] == -math.inf:
             raise ConfigError("stop_at must be finite, or inf: never")
         check_clipping(config)
         _check_injected(config)

@@ -8,11 +8,11 @@ a dead evaluator's place goes on from the scores that are written down.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from offbeat.decline import Decline, Plateau
-from offbeat.recipes.base import metric_name, what_falls
+from offbeat.recipes.base import directions, metric_name, what_falls
 from offbeat.recipes.metrics import Scores
 from offbeat.roles.evaluator import Found
 from offbeat.run.checkpoint import write_weights
@@ -24,28 +24,48 @@ from offbeat.run.stopping import Judge
 
 class Referee:
     def __init__(self, job: Job, folder: RunFolder, say: Callable[[str], None]) -> None:
-        config, most = job.config, job.facts.higher_is_better
-        assert most is not None, "a job that is judged knows what is better"
-        judge = Judge(
-            metric_name(job.recipe), most=most, stop_at=config.stop_at, patience=config.patience
-        )
-        self._judge = judge.add_all(past_scores(folder.events))
-        self._keeps_best = config.keep_best
+        self._judges = make_judges(job, folder.events)
+        self._keeps_best = job.config.keep_best
         self._folder = folder
         self._say = say
 
     def scored(self, found: Found, scores: Scores) -> None:
-        metric = scores.metric
-        self._judge.add(found.version, metric)
-        if self._keeps_best and self._judge.is_better(metric, self._folder.read_best()):
+        for name, judge in self._judges.items():
+            if name in scores.values:
+                judge.add(found.version, scores.values[name])
+        first, metric = next(iter(self._judges.values())), scores.metric
+        if self._keeps_best and first.is_better(metric, self._folder.read_best()):
             write_weights(self._folder.best, dict(found.state))
             self._folder.write_best(found.version, metric)
-        if self._judge.reason is not None and not self._is_ending():
-            self._folder.write_json(self._folder.enough, {"reason": self._judge.reason})
-            self._say(f"stopping early: {self._judge.reason}")
+        reason = reason_of(self._judges)
+        if reason is not None and not self._is_ending():
+            self._folder.write_json(self._folder.enough, {"reason": reason})
+            self._say(f"stopping early: {reason}")
 
     def _is_ending(self) -> bool:
         return self._folder.enough.exists() or self._folder.state.exists()
+
+
+def make_judges(job: Job, events: Path) -> dict[str, Judge]:
+    """By the metric that each goes by, what the run is judged by first, which --stop-at may not be;
+    told what was scored so far. None, where nobody knows what is better."""
+    config, known, first = job.config, directions(job.recipe), metric_name(job.recipe)
+    stops_by, stop_at = config.stops_at or (None, None)
+    judges: dict[str, Judge] = {}
+    for name in dict.fromkeys((first, stops_by or first)):
+        if (most := known.get(name)) is not None:
+            judges[name] = Judge(
+                name,
+                most=most,
+                stop_at=stop_at if name == (stops_by or first) else None,
+                patience=config.patience if name == first else None,
+            ).add_all(past_scores(events, None if name == first else name))
+    return judges
+
+
+def reason_of(judges: Mapping[str, Judge]) -> str | None:
+    """Why a run is to end; None: it is not."""
+    return next((judge.reason for judge in judges.values() if judge.reason is not None), None)
 
 
 class RateReferee:

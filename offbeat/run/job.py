@@ -719,6 +719,15 @@ def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
             f"{what} need to know whether more {name} is better: say so in the recipe, as "
             f"metric=offbeat.metric({name}, higher_is_better=False)"
         )
+    stops_by, _ = config.stops_at or (None, None)
+    if stops_by is not None and (known := directions(recipe)).get(stops_by) is None:
+        what = f"stop_at goes by {stops_by!r}"
+        if stops_by not in known:
+            raise ConfigError(f"{what}, which nothing is scored by; {nearest(stops_by, known)}")
+        raise ConfigError(
+            f"{what}, of which nobody said whether more is better: say so in the recipe, as "
+            f"offbeat.metric({stops_by}, higher_is_better=False)"
+        )
     if config.eval_every == 0 and (config.stop_at is not None or config.patience is not None):
         raise ConfigError("stop_at and patience need scores along the way: give --eval-every")
 

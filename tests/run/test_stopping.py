@@ -241,7 +241,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def scores(metric: float) -> Scores:
-    return Scores({"metric": metric}, 1)
+    return Scores({"points": metric}, 1)
 
 
 def found(version: int) -> Found:
@@ -251,6 +251,36 @@ def found(version: int) -> Found:
 def make(folder: RunFolder, told: Callable[[str], None] = lambda line: None, **options: Any) -> Any:
     job = toy_job(toy_recipe(metric=Scripted([1.0])), **options)
     return Referee(job, folder, told).scored
+
+
+def test_another_metric_than_the_first_may_be_what_is_enough(run_dir: Path) -> None:
+    """The lower the better, where that is so; the best is still the first one's."""
+    metrics = {
+        "accuracy": Scripted([0.9, 0.8, 0.7]),
+        "missed": Scripted([5.0, 4.0, 3.0, 2.0], most=False),
+    }
+    recipe = toy_recipe(metric=None, metrics=metrics)
+    result = train(recipe, run_dir, steps=MANY, eval_every=10, stop_at="missed=3", keep_best=True)
+    assert "missed 3 at version" in str(result.summary["reason"])
+    assert result.summary["best"]["metric"] == 0.9
+    with pytest.raises(ConfigError, match=r"nothing left to do: missed 3 .*reached 3"):
+        offbeat.resume(run_dir, recipe)
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "message"),
+    [
+        ("los=3", "goes by 'los', which nothing is scored by; did you mean 'loss'"),
+        ("odd=3", "goes by 'odd', of which nobody said whether more is better"),
+        ("loss=x", "stop_at must be a number, or METRIC=NUMBER, not 'loss=x'"),
+        ("=3", "stop_at must be a number, or METRIC=NUMBER, not '=3'"),
+        ("loss=-inf", "stop_at must be finite, or inf: never"),
+    ],
+)
+def test_what_nothing_can_be_enough_of_is_refused(stop_at: str, message: str) -> None:
+    metrics = {"accuracy": offbeat.accuracy, "odd": lambda model, batch: (1.0, 1.0)}
+    with pytest.raises(ConfigError, match=message):
+        toy_job(toy_recipe(metric=None, metrics=metrics), stop_at=stop_at)
 
 
 def test_whoever_takes_a_dead_evaluators_place_goes_on_from_what_is_written_down(
