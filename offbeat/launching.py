@@ -1,18 +1,23 @@
 """`offbeat launch`: start a script as the workers of a run, with servers beside them.
 
-The engine is `local`; the run's folder is like that of any other, and has no recipe but a script.
+The engine is `local`, or in a cluster the master's own; the run's folder is like that of any other,
+and has no recipe but a script.
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offbeat.api import Result
+from offbeat.cluster.endpoint import Endpoint
 from offbeat.config import TrainConfig, make_config, not_overruled
+from offbeat.engines.base import Engine
 from offbeat.engines.forkserver import ForkServer
 from offbeat.engines.local import LocalEngine
+from offbeat.engines.scripted import ScriptedEngine
 from offbeat.errors import ConfigError
 from offbeat.loops.job import facts_json, make_loop_job, resolved
 from offbeat.recipes.callbacks import Callback, Start
@@ -57,11 +62,22 @@ def launch(
     say: Callable[[str], None],
     forks: ForkServer | None = None,
     callbacks: Sequence[Callback] = (),
+    master: "Master | None" = None,
 ) -> Result:
-    """Run a script as every worker of a new run."""
+    """Run a script as every worker of a new run, or as a cluster's master alone."""
     described = describe_script(script, arguments)
     config = make_config({**options, "recipe": Path(script).name})
-    return launch_config(config, described, Notices(say), forks=forks, callbacks=callbacks)
+    return launch_config(
+        config, described, Notices(say), forks=forks, callbacks=callbacks, master=master
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Master:
+    """Of a cluster: how it meets the others, and what a person stops it with."""
+
+    endpoint: Endpoint
+    stop: threading.Event
 
 
 def launch_config(
@@ -72,6 +88,7 @@ def launch_config(
     forks: ForkServer | None = None,
     callbacks: Sequence[Callback] = (),
     shows_rank_0: bool = True,
+    master: Master | None = None,
 ) -> Result:
     """The same, from a configuration that is complete. `shows_rank_0`: what its script prints goes
     where this process's output does, not to a log."""
@@ -79,7 +96,17 @@ def launch_config(
     config = resolved(config)
     _check(config)
     folder = create_run_folder(config)
-    launched = Launched(config, folder, script, began_s, display, forks, callbacks, shows_rank_0)
+    launched = Launched(
+        config,
+        folder,
+        script,
+        began_s,
+        display,
+        forks,
+        callbacks=callbacks,
+        shows_rank_0=shows_rank_0,
+        master=master,
+    )
     with folder.locked() as lock:
         return launched.run(lock, incarnation=0)
 
@@ -90,6 +117,7 @@ def relaunch(
     *,
     say: Callable[[str], None],
     forks: ForkServer | None = None,
+    master: Master | None = None,
 ) -> Result:
     """Go on with a run that was launched, from its newest checkpoint."""
     folder = RunFolder(run_dir)
@@ -97,7 +125,8 @@ def relaunch(
     if "script" not in described:
         raise ConfigError(f"{run_dir} is no launched run; go on with: offbeat train --resume")
     kept = {key: value for key, value in before.to_json().items() if value is not None}
-    config = make_config(not_overruled(kept, options), options, {"run_dir": str(run_dir)})
+    here = {"run_dir": str(run_dir), "engine": "local" if master is None else "cluster"}
+    config = make_config(not_overruled(kept, options), options, here)
     _check(config)
     with folder.locked() as lock:
         checkpoint = newest_checkpoint(folder.checkpoints)
@@ -108,7 +137,7 @@ def relaunch(
         display, script = Notices(say), described["script"]
         if (change := change_of(script)) is not None:
             display.notice(change)
-        launched = Launched(config, folder, script, began_s, display, forks)
+        launched = Launched(config, folder, script, began_s, display, forks, master=master)
         return launched.run(lock, incarnation=incarnation)
 
 
@@ -131,6 +160,7 @@ class Launched:
     forks: ForkServer | None
     callbacks: Sequence[Callback] = ()
     shows_rank_0: bool = True
+    master: Master | None = None
 
     def run(self, lock: int, *, incarnation: int) -> Result:
         folder = self.folder
@@ -138,24 +168,41 @@ class Launched:
         told = [*self.callbacks, *make_trackers(self.config.track)]
         start = self._start(is_resumed=incarnation > 0)
         caller = Caller(told, folder, self.display, start)
-        engine = LocalEngine(
-            make_loop_job(self.config, None),
-            folder,
-            caller.display,
-            self.began_s,
-            lock=lock,
-            forks=self.forks,
-            incarnation=incarnation,
-            shows_rank_0=self.shows_rank_0,
-        )
+        engine = self._make_engine(caller.display, lock, incarnation)
         with caller:
             try:
                 engine.run()
+                if not engine.interrupted:
+                    folder.cluster.unlink(missing_ok=True)
             finally:
                 summary = summarise(folder.path)
                 folder.write_json(folder.summary, summary)
                 caller.ended(summary, engine.failures)
         return Result(folder.path, summary)
+
+    def _make_engine(self, display: Display, lock: int, incarnation: int) -> Engine:
+        job = make_loop_job(self.config, None)
+        if self.master is None:
+            return LocalEngine(
+                job,
+                self.folder,
+                display,
+                self.began_s,
+                lock=lock,
+                forks=self.forks,
+                incarnation=incarnation,
+                shows_rank_0=self.shows_rank_0,
+            )
+        return ScriptedEngine(
+            job,
+            self.folder,
+            self.script,
+            display,
+            lambda: time.monotonic() - self.began_s,
+            endpoint=self.master.endpoint,
+            stop=self.master.stop,
+            incarnation=incarnation,
+        )
 
     def _start(self, *, is_resumed: bool) -> Start:
         """What callbacks are told of it; what it is judged by the script has not said yet."""
@@ -182,5 +229,5 @@ def describe_launched(config: TrainConfig, script: Mapping[str, Any]) -> dict[st
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:
-    asked = ("threads", "checkpoint_every")
-    return {"engine": "local", **{name: dataclasses.asdict(config)[name] for name in asked}}
+    asked = ("engine", "threads", "checkpoint_every")
+    return {name: getattr(config, name) for name in asked}

@@ -138,10 +138,15 @@ def _launch(known: argparse.Namespace) -> int:
     from_file, given = _read_config(known)
     given = {**from_file, **given}
     check_options(list(given))
-    if (known.script is None) == (known.resume is None):
-        raise ConfigError(
-            "launch takes a script, as offbeat launch --workers 4 train.py, or --resume RUN"
-        )
+    if (found := _find_hosts(known)) is not None:
+        return _launch_by_hand(known, given, *found)
+    for name in ("role", "index", "bind"):
+        if getattr(known, name, None) is not None:
+            raise ConfigError(
+                f"{flag(name)} belongs to a cluster: name it with --cluster cluster.toml, or --ps "
+                f"and --worker"
+            )
+    _check_script(known)
     config = make_config(given)
     with signals_as_ctrl_c(), fork_server("local") as forks:
         from offbeat.launching import launch, relaunch
@@ -153,6 +158,47 @@ def _launch(known: argparse.Namespace) -> int:
             result = launch(known.script, known.arguments, given, say=show, forks=forks)
     show(_launch_line(result.summary, result.run_dir))
     return _tell_interrupted(result.run_dir, "launch") if result.interrupted else 0
+
+
+def _check_script(known: argparse.Namespace) -> None:
+    if (known.script is None) == (known.resume is None):
+        raise ConfigError(
+            "launch takes a script, as offbeat launch --workers 4 train.py, or --resume RUN"
+        )
+
+
+def _launch_by_hand(
+    known: argparse.Namespace, given: Mapping[str, Any], hosts: Hosts, task: Task | None
+) -> int:
+    """Be one role of a cluster."""
+    role, index = _which_role(known, task)
+    if role == "evaluator":
+        raise ConfigError("a launched run has no evaluator: its script scores itself")
+    rank = None if role == "ps" else hosts.rank_of(role, index)
+    _check_role_flags(known, role, rank == 0, list(given))
+    if rank is None:
+        hosts.where(role, index)
+    else:
+        _check_script(known)
+    script = None if known.script is None else describe_script(known.script, known.arguments)
+    if rank == 0:
+        make_config(given)  # what is wrong with the flags shows before torch loads
+    from offbeat.cli import launched, roles
+
+    endpoint = _endpoint(known, hosts)
+    if rank is None:
+        if script is not None:
+            launched.find_modules(script)
+        return INTERRUPTED if roles.serve(endpoint, index, getattr(known, "bind", None)) else 0
+    if rank == 0:
+        show = _say_nothing if given.get("quiet") else _say_aside
+        result = launched.master(endpoint, given, script, known.resume, show)
+        show(_launch_line(result.summary, result.run_dir))
+        where = f" --cluster {shlex.quote(known.file)}" if known.file else ""
+        again = f"launch{where} --role master"
+        return _tell_interrupted(result.run_dir, again) if result.interrupted else 0
+    assert script is not None
+    return INTERRUPTED if launched.work(endpoint, rank, script, given) else 0
 
 
 def _say_nothing(line: str) -> None:
@@ -228,13 +274,23 @@ def _role(known: argparse.Namespace) -> int:
     if found is None:
         return _role_of_engine(known)
     hosts, task = found
+    return _role_by_hand(known, hosts, *_which_role(known, task))
+
+
+def _which_role(known: argparse.Namespace, task: Task | None) -> tuple[str, int]:
     role, index = known.role, getattr(known, "index", None)
     if role is None and task is not None:
         role, index = task.role, task.index
     if role not in ROLES:
         what = "which role?" if role is None else f"unknown role {role!r};"
         raise ConfigError(f"{what} {', '.join(ROLES)}")
-    return _role_by_hand(known, hosts, role, index or 0)
+    return role, index or 0
+
+
+def _endpoint(known: argparse.Namespace, hosts: Hosts) -> Any:
+    from offbeat.cluster.endpoint import Endpoint
+
+    return Endpoint(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
 
 
 def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int) -> int:
@@ -249,10 +305,9 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
     if is_master:
         make_config(from_file, given)  # what is wrong with the flags shows before torch loads
     from offbeat.cli import roles
-    from offbeat.cluster.endpoint import Endpoint
     from offbeat.run.progress import say
 
-    endpoint = Endpoint(hosts=hosts, terms=_terms(known), start_timeout_s=known.start_timeout)
+    endpoint = _endpoint(known, hosts)
     if is_master:
         with signals_as_ctrl_c():
             result = roles.master(endpoint, given, from_file, known.resume)
@@ -274,9 +329,10 @@ def _check_role_flags(
     known: argparse.Namespace, role: str, is_master: bool, names: Sequence[str]
 ) -> None:
     """`names`: of all options of train that were given."""
-    if known.join and role != "worker":
+    joins = getattr(known, "join", False)
+    if joins and role != "worker":
         raise ConfigError(f"only a worker can join, not a {role}")
-    if known.join and "index" in vars(known):
+    if joins and "index" in vars(known):
         raise ConfigError("--join comes as one more than the cluster lists: leave --index out")
     if "bind" in vars(known) and role != "ps":
         raise ConfigError(f"--bind is for servers: a {role} listens nowhere")

@@ -83,6 +83,15 @@ def _add_beginning(parser: argparse.ArgumentParser) -> None:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     _add_beginning(parser)
+    parser.add_argument(
+        "--role",
+        metavar="ROLE",
+        default=None,
+        help="in a cluster: be its ps, master or worker (default: what TF_CONFIG says)",
+    )
+    _add_index(parser)
+    _add_place(parser)
+    _add_meeting(parser)
     for name, option in options().items():
         if name in LAUNCH_OPTIONS:
             _add_option(parser, name, option.default, option.metadata)
@@ -198,11 +207,8 @@ def _add_role(parser: argparse.ArgumentParser) -> None:
         default=None,
         help=f"{known} (default: what TF_CONFIG says)",
     )
-    parser.add_argument(
-        "--index", type=_index, metavar="I", help="which server or worker (default: 0)"
-    )
+    _add_index(parser)
     _add_place(parser)
-    parser.add_argument("--bind", metavar="HOST", help="ps: listen there instead of at its address")
     parser.add_argument(
         "--join",
         action="store_true",
@@ -218,13 +224,7 @@ def _add_role(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="RUN", default=None, help="master: go on with the run in this folder"
     )
-    parser.add_argument(
-        "--start-timeout",
-        metavar="S",
-        type=_size,
-        default=600.0,
-        help="how many seconds to wait for the others (default: 600)",
-    )
+    _add_meeting(parser)
     parser.add_argument(
         "--config", metavar="FILE", default=None, help="master: options from a TOML or JSON file"
     )
@@ -247,6 +247,23 @@ def _add_cluster(parser: argparse.ArgumentParser) -> Parsers:
     check.add_argument("file", nargs="?", metavar="FILE", default=None, help="cluster.toml")
     _add_place(check, with_file=False)
     return {"check": check}
+
+
+def _add_index(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--index", type=_index, metavar="I", help="which server or worker (default: 0)"
+    )
+
+
+def _add_meeting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bind", metavar="HOST", help="ps: listen there instead of at its address")
+    parser.add_argument(
+        "--start-timeout",
+        metavar="S",
+        type=_size,
+        default=600.0,
+        help="how many seconds to wait for the others (default: 600)",
+    )
 
 
 def _add_place(parser: argparse.ArgumentParser, *, with_file: bool = True) -> None:
@@ -431,7 +448,9 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers 
     "launch": (
         "run a script of your own as the workers of a run",
         "Run a script that calls offbeat.distribute(model, optimizer) as every worker of a run, "
-        "with servers beside them. Rank 0's output is shown, the others' is in RUN/logs.",
+        "with servers beside them. Rank 0's output is shown, the others' is in RUN/logs. In a "
+        "cluster: as one of its roles, the same command on each machine, but for --role and "
+        "--index.",
         _add_launch,
     ),
     "compare": (

@@ -78,19 +78,21 @@ def master(
     endpoint: Endpoint, given: Mapping[str, Any], from_file: Mapping[str, Any], resume: str | None
 ) -> Result:
     """Be the master: keep the run's folder, and train as rank 0."""
-    decided = {
-        "servers": len(endpoint.hosts.ps),
-        "workers": endpoint.hosts.num_workers,
-        "engine": "cluster",
-    }
-    for name, number in decided.items():
-        told = given.get(name, from_file.get(name, number))
-        if name != "engine" and str(told) != str(number):
-            raise ConfigError(f"the cluster has {number} {name}, not {told}")
+    decided = decided_by(endpoint.hosts, {**from_file, **given})
     if resume is not None:
         return resume_config(Path(resume), {**given, **decided}, endpoint=endpoint)
     config = make_config(not_overruled(from_file, given), given, decided)
     return train_config(config, endpoint=endpoint)
+
+
+def decided_by(hosts: Hosts, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a cluster stands for; none that is given may contradict it."""
+    decided = {"servers": len(hosts.ps), "workers": hosts.num_workers}
+    for name, number in decided.items():
+        told = given.get(name, number)
+        if str(told) != str(number):
+            raise ConfigError(f"the cluster has {number} {name}, not {told}")
+    return {**decided, "engine": "cluster"}
 
 
 def work(
@@ -182,12 +184,21 @@ def _name_of(hosts: Hosts, rank: int) -> str:
 
 @contextlib.contextmanager
 def console(name: str) -> Iterator[tuple[logging.Logger, threading.Event]]:
-    """A log that is shown, and an event that the first Ctrl-C, SIGTERM or SIGHUP sets; the second
-    one is not waited for."""
+    """A log that is shown, and an event that a person sets."""
     log = logging.Logger(name)
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     log.addHandler(handler)
+    try:
+        with stopped_by_signals() as stop:
+            yield log, stop
+    finally:
+        log.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; the second one is not waited for."""
     stop = threading.Event()
 
     def stop_or_give_up(number: int, frame: object) -> None:
@@ -201,7 +212,7 @@ def console(name: str) -> Iterator[tuple[logging.Logger, threading.Event]]:
             if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, stop_or_give_up)  # nohup stays nohup
     try:
-        yield log, stop
+        yield stop
     except ConnectionClosedError:
         if not stop.is_set():
             raise
@@ -209,4 +220,3 @@ def console(name: str) -> Iterator[tuple[logging.Logger, threading.Event]]:
     finally:
         for number, former in before.items():
             signal.signal(number, former)
-        log.removeHandler(handler)

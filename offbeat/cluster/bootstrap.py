@@ -20,7 +20,10 @@ from torch import Tensor
 
 from offbeat.cluster.relay import SOURCES, Relay, RelaySink
 from offbeat.config import TrainConfig, make_config
+from offbeat.data.batches import Source
 from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError, in_a_line
+from offbeat.loops.description import Description
+from offbeat.loops.job import make_loop_job
 from offbeat.recipes.base import load_recipe
 from offbeat.roles.acceptor import Acceptor
 from offbeat.roles.calls import (
@@ -371,16 +374,26 @@ class Bootstrap:
 def job_from(told: Configure, *, with_data: bool, **local: Any) -> Job:
     """The master's job, made anew out of what it says of it; `local` options are this machine's
     own. A difference in the model or the optimizer is a RecipeError that names it."""
-    options = {k: v for k, v in told.config.items() if v is not None}
-    given = {k: v for k, v in local.items() if v is not None}
-    config: TrainConfig = make_config({**options, **given})
-    job = rejoin_job(
-        config,
-        load_recipe(config.recipe, given=config.set),
-        Facts(**told.facts),
-        {} if with_data else None,
-    )
+    config = config_from(told, local)
+    if told.loop is None:
+        data: dict[str, Source] | None = {} if with_data else None
+        recipe = load_recipe(config.recipe, given=config.set)
+        job = rejoin_job(config, recipe, Facts(**told.facts), data)
+    elif with_data:
+        raise RecipeError(
+            f"the cluster runs the script {config.recipe}, which scores itself; its workers are "
+            f"started with offbeat launch --role worker {config.recipe}"
+        )
+    else:
+        job = make_loop_job(config, Description.from_json(told.loop))
     difference = disagreement(told.agreement, job.agreement)
     if difference:
         raise RecipeError(f"the recipe {config.recipe} is not the master's: {difference}")
     return job
+
+
+def config_from(told: Configure, local: Mapping[str, Any]) -> TrainConfig:
+    """The run's, with what is this machine's own."""
+    options = {k: v for k, v in told.config.items() if v is not None}
+    given = {k: v for k, v in local.items() if v is not None}
+    return make_config({**options, **given})

@@ -40,7 +40,7 @@ from offbeat.roles.calls import (
     SendEvents,
     TellFailure,
 )
-from offbeat.roles.context import Context, Say, SentRecords
+from offbeat.roles.context import Context, Records, Say, SentRecords
 from offbeat.roles.evaluator import CheckpointSource, Found, Look
 from offbeat.roles.run import Role, make_role, run_role
 from offbeat.roles.scoring import Scoring
@@ -173,7 +173,7 @@ def run_worker(
     )
     role = make_role(context, "worker", rank)
     if (failure := _run(role, records, network)) is not None:
-        raise failure if stop.is_set() else _with_patience(failure, start_timeout_s)
+        raise failure if stop.is_set() else with_patience(failure, start_timeout_s)
     done = role.progress()
     say(f"worker {rank} is through after {done['steps']} steps")
     found: Mapping[str, float] = {}
@@ -191,7 +191,7 @@ def run_worker(
 
 def _run(role: Role, records: SentRecords, network: SocketNetwork) -> BaseException | None:
     """What the worker failed with, if it did; the master is told of a loss that is no number."""
-    with _Flushing(records):
+    with Flushing(records):
         try:
             role.run()
         except StepError as error:
@@ -201,7 +201,7 @@ def _run(role: Role, records: SentRecords, network: SocketNetwork) -> BaseExcept
     return None
 
 
-def _with_patience(error: BaseException, start_timeout_s: float) -> BaseException:
+def with_patience(error: BaseException, start_timeout_s: float) -> BaseException:
     """The same, and how long a server was waited for, where that is the reason."""
     if not isinstance(error, ConnectionClosedError) or error.refused or error.over:
         return error
@@ -236,7 +236,7 @@ def run_evaluator(
     context = Context(
         job=job, records=records, clock=clock, stop=stop, say=say, model=model, source=source
     )
-    with _Flushing(records):
+    with Flushing(records):
         run_role(context, "evaluator", 0)
 
 
@@ -312,10 +312,10 @@ class ServersSource(CheckpointSource):
         return (int(newest), values, found[0][1]), over
 
 
-class _Flushing:
+class Flushing:
     """Events are sent on from time to time, and in the end."""
 
-    def __init__(self, records: SentRecords) -> None:
+    def __init__(self, records: Records) -> None:
         self._records = records
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -339,11 +339,7 @@ def _enter(
     """The run's job on this machine, the network with the run's own timeout, and its clock."""
     run = Configure.read(told, {})
     began_s = time.monotonic() - run.elapsed_s
-    if (servers := int(run.config["servers"])) != len(network.addresses):
-        raise ConfigError(
-            f"the run has {servers} servers, this cluster {len(network.addresses)}; do all "
-            f"machines have the same cluster file?"
-        )
+    check_servers(run, network)
     job = job_from(run, with_data=True, **local)
     if job.config.threads is None:  # a machine of one's own has all its cores for one worker
         config = dataclasses.replace(job.config, threads=os.cpu_count())
@@ -351,6 +347,14 @@ def _enter(
     terms = dataclasses.replace(network.terms, peer_timeout_s=job.config.worker_timeout)
     entered = SocketNetwork(network.addresses, terms, network.say)
     return job, entered, lambda: time.monotonic() - began_s
+
+
+def check_servers(run: Configure, network: SocketNetwork) -> None:
+    if (servers := int(run.config["servers"])) != len(network.addresses):
+        raise ConfigError(
+            f"the run has {servers} servers, this cluster {len(network.addresses)}; do all "
+            f"machines have the same cluster file?"
+        )
 
 
 def _tell_of_failure(network: SocketNetwork, line: str) -> None:

@@ -24,7 +24,7 @@ from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.flat import FlatModel
 from offbeat.recipes.base import metric_name
 from offbeat.roles.calls import AskStatus, Configure, Events, FetchEvents, Finish, Release, is_a
-from offbeat.roles.context import Context
+from offbeat.roles.context import Context, Progress
 from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
 from offbeat.run.events import free_path
 from offbeat.run.job import Job
@@ -100,23 +100,28 @@ class ClusterEngine(ThreadEngine):
             self.stop()
 
     def status(self) -> Status:
-        """Most workers are elsewhere: what they did is known by the servers' versions."""
-        master = self._master.progress()
         evaluator = next(iter(self._progress("evaluator")), {})
-        num_gradients = master["version"] * self.job.make_discipline().gradients_per_update
-        return Status(
-            num_gradients=num_gradients,
-            num_examples=num_gradients * self.job.step_size,
-            at_s=self.clock(),
-            loss=master["loss"],
-            staleness=master["staleness"],
-            lr=master["lr"],
-            metric_name=metric_name(self.job.recipe),
-            score=score_of(evaluator),
-            scores=evaluator.get("scores", {}),
-            version=master["version"],
-            waits_for="the first gradient" if master["opened"] else "the servers",
-        )
+        return status_of_master(self.job, self.clock(), self._master.progress(), evaluator)
+
+
+def status_of_master(job: Job, at_s: float, master: Progress, scored: Progress) -> Status:
+    """Most workers are elsewhere: what they did is known by the servers' versions. `scored`: how
+    far whoever scores is."""
+    num_gradients = master["version"] * job.make_discipline().gradients_per_update
+    scores = scored.get("scores", {})
+    return Status(
+        num_gradients=num_gradients,
+        num_examples=num_gradients * job.step_size,
+        at_s=at_s,
+        loss=master["loss"],
+        staleness=master["staleness"],
+        lr=master.get("lr"),
+        metric_name=next(iter(scores), metric_name(job.recipe)),
+        score=score_of(scored),
+        scores=scores,
+        version=master["version"],
+        waits_for="the first gradient" if master["opened"] else "the servers",
+    )
 
 
 class MasterNetwork(SocketNetwork):
@@ -130,7 +135,10 @@ class MasterNetwork(SocketNetwork):
         clock: Callable[[], float],
         say: Callable[[str], None],
         threads: int | None,
+        *,
+        loop: dict[str, Any] | None = None,
     ) -> None:
+        """`loop`: of a launched run, what its script trains."""
         terms = dataclasses.replace(endpoint.terms, peer_timeout_s=job.config.worker_timeout)
         super().__init__(endpoint.hosts.addresses, terms, say)
         self.failed: Callable[[str], None] = lambda line: None
@@ -156,6 +164,7 @@ class MasterNetwork(SocketNetwork):
             agreement=job.agreement,
             epochs=[],
             elapsed_s=0.0,
+            loop=loop,
         )
 
     def connect_for_calls(

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +33,20 @@ class Description:
     script: str | None = None
     """The file that defines the optimizer's class, where that is the script itself."""
 
-    def write(self, folder: RunFolder) -> None:
+    def to_json(self) -> dict[str, Any]:
         optimizer = {name: getattr(self.optimizer, name) for name in KEPT}
         content = {"manifest": self.manifest.to_json(), "optimizer": optimizer}
-        folder.write_json(folder.model, {**content, "script": self.script})
+        return {**content, "script": self.script}
+
+    def write(self, folder: RunFolder) -> None:
+        folder.write_json(folder.model, self.to_json())
 
     @classmethod
     def read(cls, folder: RunFolder) -> "Description":
-        found = folder.read_json(folder.model)
+        return cls.from_json(folder.read_json(folder.model))
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Description":
         told, script = found["optimizer"], found["script"]
         return cls(
             manifest=Manifest.from_json(found["manifest"]),
@@ -51,6 +58,11 @@ class Description:
         """Whether nothing differs but numbers among the options, which travel with each gradient
         and may have been changed since: by a schedule, or by what was loaded."""
         return self._without_numbers() == other._without_numbers()
+
+    def agreed(self, known: "Description") -> "Description":
+        """What the run goes by: what is known of it, unless this is something else, which the first
+        server that is asked refuses."""
+        return known if known.is_like(self) else self
 
     def _without_numbers(self) -> tuple[Any, ...]:
         optimizer = self.optimizer

@@ -62,7 +62,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
     """Nothing is scored but by the script, and a step is what the script makes of one."""
     return dataclasses.replace(
         config,
-        engine="local",
+        engine=_engine(config),
         batch_size=1,
         eval_every=0,
         checkpoint_every=config.checkpoint_every or CHECKPOINT_EVERY,
@@ -76,8 +76,13 @@ def _facts(config: TrainConfig) -> Facts:
         total_updates=None,
         in_rounds=config.chosen.kind.in_rounds,
         variant=config.variant,
-        engine="local",
+        engine=_engine(config),
     )
+
+
+def _engine(config: TrainConfig) -> str:
+    """The roles are processes in any case."""
+    return "cluster" if config.engine == "cluster" else "local"
 
 
 def facts_json(config: TrainConfig) -> dict[str, Any]:

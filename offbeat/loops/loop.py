@@ -20,7 +20,7 @@ import torch
 
 from offbeat.errors import ConnectionClosedError, ModelError
 from offbeat.flat import FlatModel
-from offbeat.loops.description import Description, describe_loop, option_names, plain
+from offbeat.loops.description import describe_loop, option_names, plain
 from offbeat.loops.job import make_loop_job
 from offbeat.loops.kept import from_servers, to_servers
 from offbeat.loops.scores import Told
@@ -32,7 +32,6 @@ from offbeat.roles.exchange import Exchange
 from offbeat.roles.faults import make_faults
 from offbeat.roles.master import RemoteServer
 from offbeat.roles.run import Books
-from offbeat.run.addresses import ClusterNetwork
 from offbeat.run.rundir import role_name
 from offbeat.towers import Towers
 from offbeat.transport.base import keep_trying
@@ -53,12 +52,15 @@ class Loop:
         self, seat: Seat, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         self._seat = seat
+        self._stop = seat.stop
         self._optimizer = optimizer
-        description = self._agree(describe_loop(model, optimizer))
+        with self._ends():
+            description = seat.agree(describe_loop(model, optimizer))
         groups = optimizer.param_groups
         self._options = [name for name in option_names(optimizer) if name in groups[0]]
         self._description = description
         self._job = make_loop_job(seat.config, description)
+        self._network = seat.network(self._job, description)
         flat = FlatModel(model, description.manifest)
         self._parameters = flat.parameters
         flat.keeps_gradients = True
@@ -70,7 +72,8 @@ class Loop:
         self._told: Told | None = None
         self._summaries: LoopSummaries | None = None
         self._books = self._make_books(flat) if seat.rank == 0 else None
-        self._stop = self._books.closed if self._books else seat.control.stop
+        if self._books is not None:
+            self._stop = self._books.closed
         self._events = seat.records.events(role_name("worker", seat.rank))
         self._faults = make_faults(
             seat.config, seat.rank, seat.incarnation, clock=seat.clock, stop=self._stop
@@ -84,12 +87,13 @@ class Loop:
             self._job,
             seat.rank,
             self._towers,
-            ClusterNetwork(seat.folder),
+            self._network,
             events=self._events,
             log=seat.log,
             clock=seat.clock,
             stop=self._stop,
             incarnation=seat.incarnation,
+            connect_timeout_s=seat.connect_timeout_s,
         )
         self._open = contextlib.ExitStack()
         self.num_known = 0
@@ -97,14 +101,17 @@ class Loop:
 
     def _make_books(self, model: FlatModel) -> Books:
         seat, job = self._seat, self._job
+        assert seat.folder is not None
         kept = to_servers(self._optimizer.state, model.parameters, self._description, job.slices)
         context = Context(
             job=dataclasses.replace(job, kept=kept),
             records=seat.records,
             clock=seat.clock,
-            stop=seat.control.stop,
-            network=ClusterNetwork(seat.folder),
+            stop=seat.stop,
+            network=self._network,
             folder=seat.folder,
+            connect_timeout_s=seat.connect_timeout_s,
+            patience=seat.patience,
         )
         summaries = LoopSummaries(
             self._job, seat.folder, seat.log, seat.clock, self._optimizer.param_groups
@@ -125,13 +132,23 @@ class Loop:
         if self._books is not None:
             self._books.start()
         with self._ends():
+            if self._seat.patience is not None:
+                self._await_servers()
             self._open.enter_context(self._exchange)
             self.num_known = self._exchange.join()
             self._take_in()
         self._since_s = self._seat.clock()
 
+    def _await_servers(self) -> None:
+        """Until they are this run's for sure: they were started by hand, and may be another's."""
+        if self._books is not None and not self._books.wait_until_opened():
+            raise ConnectionClosedError("the run came to nothing", over=True)
+
     def step(self) -> None:
         """Push what is in the parameters' gradients, and have the parameters show the reply."""
+        with self._ends():
+            if self._stop.is_set():  # where a person stops a worker nobody drains its servers
+                raise ConnectionClosedError("told to stop", over=True)
         self.step_number += 1
         if self.step_number <= self.num_known:
             return
@@ -154,7 +171,7 @@ class Loop:
             shards = []
             for index in range(len(self._job.slices)):
                 server = RemoteServer(
-                    ClusterNetwork(self._seat.folder),
+                    self._network,
                     index,
                     self._job.agreement,
                     self._job.layout(index),
@@ -258,16 +275,6 @@ class Loop:
         )
         self._since_s = now_s
 
-    def _agree(self, mine: Description) -> Description:
-        """With the other ranks and the servers about what is trained: as rank 0 said first. Who
-        disagrees is refused by the first server that it asks."""
-        folder = self._seat.folder
-        if self._seat.rank == 0 and not folder.model.exists():
-            mine.write(folder)
-        with self._ends():
-            agreed = Description.wait_for(folder, self._seat.control.stop)
-        return agreed if agreed.is_like(mine) else mine
-
     @contextlib.contextmanager
     def _ends(self) -> Iterator[None]:
         """Have the end of the run be the end of the script."""
@@ -280,7 +287,7 @@ class Loop:
             raise StoppedError(0) from error
 
     def _stop_is_set(self) -> bool:
-        return self._seat.control.stop.is_set() or self._stop.is_set()
+        return self._seat.stop.is_set() or self._stop.is_set()
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

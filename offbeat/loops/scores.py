@@ -8,6 +8,8 @@ run is judged by.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from offbeat.errors import ConfigError
 from offbeat.recipes.metrics import LOSS, NAMES, direction_by_name
 from offbeat.run.events import EventLog
@@ -31,7 +33,7 @@ def read_values(values: Mapping[str, Any]) -> tuple[float | None, dict[str, floa
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):  # the last by a tensor of several
         raise ConfigError(f"offbeat.log takes numbers: {name} is a {type(value)}") from None
 

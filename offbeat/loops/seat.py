@@ -1,19 +1,25 @@
 """A script's seat in a run: which worker it is, and what belongs to that. Outside of any run none
 is `taken`.
 
-Set by the role's process before it runs the script; what the script calls looks here.
+Set by running.py before it runs the script; what the script calls looks here. Who makes one knows
+where the others are: process.py on one machine, cluster/scripts.py and engines/scripted.py on many.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from offbeat.config import TrainConfig
-from offbeat.roles.context import FolderRecords
-from offbeat.roles.control import Control
-from offbeat.run.addresses import Cluster
+from offbeat.loops.description import Description
+from offbeat.roles.context import Progress, Records
+from offbeat.roles.exchange import CONNECT_TIMEOUT_S
+from offbeat.roles.master import Patience
+from offbeat.run.job import Job
 from offbeat.run.rundir import RunFolder
+from offbeat.transport.base import Network
 
 
 class Running(Protocol):
@@ -41,19 +47,32 @@ class Running(Protocol):
 @dataclass(kw_only=True)
 class Seat:
     config: TrainConfig
-    folder: RunFolder
     rank: int
     incarnation: int
-    cluster: Cluster
-    control: Control
-    records: FolderRecords
+    clock: Callable[[], float]
+    """Seconds since the run began."""
+    stop: threading.Event
+    """Ends the script; rank 0's ends the run, with a checkpoint."""
+    records: Records
     log: logging.Logger
+    states: Path
+    """Where the workers of this machine keep what their scripts go on from."""
+    network: Callable[[Job, Description], Network]
+    """How the servers of this job are reached."""
+    agree: Callable[[Description], Description]
+    """Is told what this script trains, and returns what the run goes by when those know of it who
+    have to: what rank 0 said first."""
+    reports: Callable[[Callable[[], Progress]], None] = lambda progress: None
+    """Is given what tells how far the loop is."""
+    folder: RunFolder | None = None
+    """The run's, for rank 0."""
+    is_shown: bool = True
+    """Whether a person sees what the script prints."""
+    patience: Patience | None = None
+    """Rank 0's, where nobody starts workers again."""
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
     loop: Running | None = None
     """Once the script has called `distribute`."""
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        return self.cluster.clock
 
 
 taken: Seat | None = None

@@ -6,8 +6,8 @@
         state.keep(epoch=epoch + 1)
 
 Numbers, texts, lists and dicts of them as JSON, and tensors: nothing is pickled. Each worker's lies
-in RUN/states, beside the number of its last step; the newest one whose steps the servers have is
-what a script finds that was started again.
+in RUN/states, in a cluster on its own machine, beside the number of its last step; the newest one
+whose steps the servers have is what a script finds that was started again.
 """
 
 import json
@@ -37,7 +37,7 @@ class State:
             return
         if here.loop is None:
             raise ModelError("offbeat.State comes after offbeat.distribute, which finds the run")
-        self._folder = here.folder.path / "states" / role_name("worker", here.rank)
+        self._folder = here.states / role_name("worker", here.rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         step = max((s for s in _steps(self._folder) if s <= here.loop.num_known), default=None)
         if step is not None:

@@ -37,14 +37,15 @@ class Waiting:
     @property
     def may_wait(self) -> bool:
         folder = self._seat.folder
-        has_begun = folder.model.exists() or list_checkpoints(folder.checkpoints)
-        return self._seat.rank == 0 and not has_begun
+        if self._seat.rank != 0 or folder is None:
+            return False
+        return not (folder.model.exists() or list_checkpoints(folder.checkpoints))
 
     def joined(self) -> Loop:
         """Begin the run, or come into it."""
         loop = Loop(self._seat, self._model, self._optimizer)
         loop.next_loss = self.next_loss
-        self._seat.control.reports(loop.progress)
+        self._seat.reports(loop.progress)
         self._seat.loop = loop
         self._optimizer._offbeat_loop = loop  # type: ignore[attr-defined]
         loop.join()

@@ -171,7 +171,8 @@ class About(Call):
 @dataclass(frozen=True)
 class Configure(Call):
     """The master says what the run is. `life` is another one for every process that is the master;
-    `epochs` are what the servers are to call their next lives."""
+    `epochs` are what the servers are to call their next lives; `loop`: of a launched run, what its
+    script trains."""
 
     ask = "configure"
     run: str
@@ -181,6 +182,7 @@ class Configure(Call):
     agreement: dict[str, Any]
     epochs: list[int]
     elapsed_s: float
+    loop: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

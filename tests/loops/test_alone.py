@@ -20,7 +20,7 @@ from offbeat.errors import ConfigError
 from offbeat.loops import seat
 from offbeat.loops.description import Description, describe_loop, options_of
 from offbeat.loops.job import make_loop_job, resolved
-from offbeat.loops.process import execute
+from offbeat.loops.running import execute
 from offbeat.loops.sampler import Sampler
 from offbeat.loops.scores import Told, read_values
 from offbeat.loops.summaries import LoopSummaries
@@ -37,7 +37,7 @@ def test_outside_of_a_run_the_optimizer_is_what_it_was() -> None:
     assert type(optimizer) is torch.optim.Adam
     assert (offbeat.rank(), offbeat.world_size(), offbeat.is_master()) == (0, 1, True)
     assert offbeat.seed() == 0
-    offbeat.log(loss=1.0, accuracy=torch.tensor(1.0))
+    offbeat.log(loss=torch.ones(1, requires_grad=True), accuracy=torch.tensor(1.0))
     for value in ("much", None, torch.ones(2)):
         with pytest.raises(ConfigError, match="takes numbers: accuracy is a"):
             offbeat.log(accuracy=value)
