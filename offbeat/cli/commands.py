@@ -8,6 +8,7 @@
     offbeat eval RUN --follow
     offbeat export RUN model.safetensors
     offbeat role worker --index 1 --cluster cluster.toml
+    offbeat launch --workers 4 train.py
     offbeat data get cifar10
     offbeat bench exchange
 
@@ -176,29 +177,46 @@ def _launch_by_hand(
         raise ConfigError("a launched run has no evaluator: its script scores itself")
     rank = None if role == "ps" else hosts.rank_of(role, index)
     _check_role_flags(known, role, rank == 0, list(given))
-    if rank is None:
-        hosts.where(role, index)
-    else:
-        _check_script(known)
     script = None if known.script is None else describe_script(known.script, known.arguments)
+    if rank is None:
+        return _serve_script(known, hosts, index, script)
+    _check_script(known)
     if rank == 0:
-        make_config(given)  # what is wrong with the flags shows before torch loads
+        return _launch_master(known, given, hosts, script)
+    from offbeat.cli import launched
+
+    assert script is not None
+    return INTERRUPTED if launched.work(_endpoint(known, hosts), rank, script, given) else 0
+
+
+def _serve_script(
+    known: argparse.Namespace, hosts: Hosts, index: int, script: Mapping[str, Any] | None
+) -> int:
+    """Any run's server; one that has the script finds an optimizer that lies beside it."""
+    hosts.where("ps", index)
     from offbeat.cli import launched, roles
 
-    endpoint = _endpoint(known, hosts)
-    if rank is None:
-        if script is not None:
-            launched.find_modules(script)
-        return INTERRUPTED if roles.serve(endpoint, index, getattr(known, "bind", None)) else 0
-    if rank == 0:
-        show = _say_nothing if given.get("quiet") else _say_aside
-        result = launched.master(endpoint, given, script, known.resume, show)
-        show(_launch_line(result.summary, result.run_dir))
-        where = f" --cluster {shlex.quote(known.file)}" if known.file else ""
-        again = f"launch{where} --role master"
-        return _tell_interrupted(result.run_dir, again) if result.interrupted else 0
-    assert script is not None
-    return INTERRUPTED if launched.work(endpoint, rank, script, given) else 0
+    if script is not None:
+        launched.find_modules(script)
+    stopped = roles.serve(_endpoint(known, hosts), index, getattr(known, "bind", None))
+    return INTERRUPTED if stopped else 0
+
+
+def _launch_master(
+    known: argparse.Namespace,
+    given: Mapping[str, Any],
+    hosts: Hosts,
+    script: Mapping[str, Any] | None,
+) -> int:
+    config = make_config(given)  # what is wrong with the flags shows before torch loads
+    from offbeat.cli import launched
+
+    show = _say_nothing if config.quiet else _say_aside
+    result = launched.master(_endpoint(known, hosts), given, script, known.resume, show)
+    show(_launch_line(result.summary, result.run_dir))
+    where = f" --cluster {shlex.quote(known.file)}" if known.file else ""
+    again = f"launch{where} --role master"
+    return _tell_interrupted(result.run_dir, again) if result.interrupted else 0
 
 
 def _say_nothing(line: str) -> None:

@@ -79,8 +79,8 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     torch.set_num_threads(threads)
 
 
-def write(folder: Path, text: str) -> str:
-    path = folder / "train.py"
+def write(folder: Path, text: str, name: str = "train.py") -> str:
+    path = folder / name
     path.write_text(text)
     return str(path)
 
@@ -196,7 +196,7 @@ def _waiting(ready: threading.Event) -> Callable[..., Any]:
 
 def work(made: Cluster, text: str, stop: threading.Event | None = None) -> list[str]:
     """As worker 1, in this thread; returns its log."""
-    script = describe_script(write(made.folder, text), [])
+    script = describe_script(write(made.folder, text, "workers.py"), [])  # the master reads its own
     log = collecting(role := Role("log", lambda role: None))
     stop = stop or threading.Event()
     run_worker_script(endpoint_of(made), 1, script, log=log, stop=stop, local={"threads": 1})
@@ -207,7 +207,7 @@ def test_a_worker_takes_part_and_goes_on_where_it_was(
     with_a_master: tuple[Cluster, MastersLoop], capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, master = with_a_master
-    with pytest.raises(StepError, match=r"at step 20: ValueError: a bad epoch \(train.py"):
+    with pytest.raises(StepError, match=r"at step 20: ValueError: a bad epoch \(workers.py"):
         work(made, SCRIPT + "    if epoch: raise ValueError('a bad epoch')\n")
     assert "ValueError: a bad epoch" in capsys.readouterr().err
     seat.taken = None
