@@ -141,7 +141,7 @@ def _launch(known: argparse.Namespace) -> int:
     check_options(list(given))
     if (found := _find_hosts(known)) is not None:
         return _launch_by_hand(known, given, *found)
-    for name in ("role", "index", "bind"):
+    for name in ("role", "index", "bind", "token_file", "tls_cert", "tls_key", "tls_ca"):
         if getattr(known, name, None) is not None:
             raise ConfigError(
                 f"{flag(name)} belongs to a cluster: name it with --cluster cluster.toml, or --ps "

@@ -146,9 +146,9 @@ class Loop:
 
     def step(self) -> None:
         """Push what is in the parameters' gradients, and have the parameters show the reply."""
-        with self._ends():
-            if self._stop.is_set():  # where a person stops a worker nobody drains its servers
-                raise ConnectionClosedError("told to stop", over=True)
+        if self._stop.is_set():  # where a person stops a worker nobody drains its servers
+            self._seat.log.info("told to stop")
+            raise StoppedError(0)
         self.step_number += 1
         if self.step_number <= self.num_known:
             return

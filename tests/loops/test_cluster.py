@@ -312,6 +312,7 @@ CLUSTER = ["--ps", "127.0.0.1:7000", "--worker", "a:1,a:2", "--master", "b:1"]
         (CLUSTER, "which role? ps, master, worker"),
         (["--role", "worker"], "--role belongs to a cluster"),
         (["--index", "1"], "--index belongs to a cluster"),
+        (["--token-file", "token.txt"], "--token-file belongs to a cluster"),
         ([*CLUSTER, "--role", "boss"], "unknown role 'boss'"),
         ([*CLUSTER, "--role", "evaluator"], "its script scores itself"),
         ([*CLUSTER, "--role", "worker", "--index", "2"], "there is no worker 2"),
