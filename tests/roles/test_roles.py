@@ -172,7 +172,7 @@ def test_a_role_tells_how_far_it_is_to_whoever_asked_for_it(folder: RunFolder) -
     context.stop.set()
     run_role(context, "ps", 0)
     context.records.close()
-    assert [progress() for progress in asked] == [{"ready": False, "staleness": None}]
+    assert [progress() for progress in asked] == [{"ready": False, "staleness": None, "lr": None}]
 
 
 def test_a_failing_worker_says_at_which_step(
