@@ -376,7 +376,7 @@ def state_from(message: Message, tensors: Tensors) -> ShardState:
         version=message["version"],
         tensors=dict(tensors),
         accounts=accounts,
-        falls=tuple(message["falls"]),
+        falls=tuple(message.get("falls", ())),
     )
 
 
