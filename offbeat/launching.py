@@ -62,7 +62,7 @@ def launch(
     say: Callable[[str], None],
     forks: ForkServer | None = None,
     callbacks: Sequence[Callback] = (),
-    master: "Master | None" = None,
+    master: "InCluster | None" = None,
 ) -> Result:
     """Run a script as every worker of a new run, or as a cluster's master alone."""
     described = describe_script(script, arguments)
@@ -73,7 +73,7 @@ def launch(
 
 
 @dataclasses.dataclass(frozen=True)
-class Master:
+class InCluster:
     """Of a cluster: how it meets the others, and what a person stops it with."""
 
     endpoint: Endpoint
@@ -88,7 +88,7 @@ def launch_config(
     forks: ForkServer | None = None,
     callbacks: Sequence[Callback] = (),
     shows_rank_0: bool = True,
-    master: Master | None = None,
+    master: InCluster | None = None,
 ) -> Result:
     """The same, from a configuration that is complete. `shows_rank_0`: what its script prints goes
     where this process's output does, not to a log."""
@@ -117,7 +117,7 @@ def relaunch(
     *,
     say: Callable[[str], None],
     forks: ForkServer | None = None,
-    master: Master | None = None,
+    master: InCluster | None = None,
 ) -> Result:
     """Go on with a run that was launched, from its newest checkpoint."""
     folder = RunFolder(run_dir)
@@ -160,7 +160,7 @@ class Launched:
     forks: ForkServer | None
     callbacks: Sequence[Callback] = ()
     shows_rank_0: bool = True
-    master: Master | None = None
+    master: InCluster | None = None
 
     def run(self, lock: int, *, incarnation: int) -> Result:
         folder = self.folder

@@ -14,7 +14,7 @@ from offbeat.api import Result
 from offbeat.cli.roles import console, decided_by, stopped_by_signals
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.scripts import run_worker_script
-from offbeat.launching import Master, launch, relaunch
+from offbeat.launching import InCluster, launch, relaunch
 from offbeat.loops.running import find_modules
 
 __all__ = ["find_modules", "master", "work"]
@@ -30,7 +30,7 @@ def master(
     """Be the master: keep the run's folder, and run the script as rank 0."""
     options = {**given, **decided_by(endpoint.hosts, given)}
     with stopped_by_signals() as stop:
-        here = Master(endpoint, stop)
+        here = InCluster(endpoint, stop)
         if resume is not None:
             return relaunch(Path(resume), options, say=say, master=here)
         assert script is not None

@@ -76,7 +76,7 @@ class Acceptor:
             self._threads = [t for t in self._threads if t.is_alive()]
             self._threads.append(thread)
             thread.start()
-            if self._closed:  # meanwhile: `close` did not know of this one
+            if self._closed and end in self._strangers:  # `close` did not know of this one
                 end.close("the server was stopped")
 
     def _greet(self, end: ServerEnd) -> None:

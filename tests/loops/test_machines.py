@@ -28,7 +28,7 @@ from offbeat.cluster.bootstrap import job_from
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.scripts import run_worker_script
 from offbeat.errors import ConnectionClosedError, RecipeError, RoleError, StepError
-from offbeat.launching import Master, launch, relaunch
+from offbeat.launching import InCluster, launch, relaunch
 from offbeat.loops import seat
 from offbeat.loops.loop import Loop, StoppedError
 from offbeat.report.summary import summarise
@@ -103,7 +103,7 @@ def run_master(
 ) -> Result:
     """Its script in this thread."""
     script = write(made.folder, text)
-    master = Master(endpoint_of(made), stop or threading.Event())
+    master = InCluster(endpoint_of(made), stop or threading.Event())
     return launch(script, ["--x"], options_of(made, **options), say=say, master=master)
 
 
@@ -146,7 +146,7 @@ class MastersLoop:
 
     def _run(self, role: Role) -> Result:
         script = write(self._made.folder, SCRIPT)
-        master = Master(endpoint_of(self._made), role.stop)
+        master = InCluster(endpoint_of(self._made), role.stop)
         return launch(script, [], options_of(self._made), say=role.lines.append, master=master)
 
     def instead_of_the_script(self, here: seat.Seat, *_: Any) -> None:
@@ -264,7 +264,7 @@ def test_ctrl_c_at_the_master_keeps_what_there_is_and_it_goes_on(tmp_path: Path)
             made.servers[index] = made.serve(index, made.listen(f"tcp:{made.hosts.ps[index]}"))
         write(tmp_path, SCRIPT.replace("range(10)", f"range({result.summary['updates']})"))
         seat.taken = None
-        master = Master(endpoint_of(made), threading.Event())
+        master = InCluster(endpoint_of(made), threading.Event())
         said: list[str] = []
         options = {k: v for k, v in options_of(made).items() if k != "run_dir"}
         again = relaunch(made.run_dir, options, say=said.append, master=master)
