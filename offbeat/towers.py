@@ -15,6 +15,7 @@ gradients back.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -263,7 +264,11 @@ class Towers:
         """The gradient of one tower is in its parameters, by whomever; nobody asks for its loss."""
         self._weights = [1.0]
         self._taken = [None]
-        self._losses = [torch.zeros((), device=self.first_device)]
+        self._losses = [self._no_loss]
+
+    @functools.cached_property
+    def _no_loss(self) -> Tensor:
+        return torch.zeros((), device=self.first_device)
 
     def loss(self) -> float:
         """The mean over all parts. This waits for it."""

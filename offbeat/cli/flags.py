@@ -342,15 +342,26 @@ def _add_bench_exchange(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "transports", _one_of(TRANSPORTS), TRANSPORTS)
 
 
-def _add_bench_train(parser: argparse.ArgumentParser) -> None:
+def _add_bench_job(parser: argparse.ArgumentParser) -> None:
     known = f"{' or '.join(BENCH_RECIPES)} (default: {BENCH_RECIPES[0]})"
     parser.add_argument("--recipe", choices=BENCH_RECIPES, default=BENCH_RECIPES[0], help=known)
     parser.add_argument("--workers", metavar="N", type=_count, default=2, help="default: 2")
     parser.add_argument("--servers", metavar="N", type=_count, default=1, help="default: 1")
+
+
+def _add_bench_train(parser: argparse.ArgumentParser) -> None:
+    _add_bench_job(parser)
     parser.add_argument("--batch-size", metavar="N", type=_count, help="default: the recipe's")
     seconds = "how long each one trains in a round (default: 6)"
     parser.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
     _add_list(parser, "disciplines", str, grid.DISCIPLINES)
+
+
+def _add_bench_launch(parser: argparse.ArgumentParser) -> None:
+    _add_bench_job(parser)
+    seconds = "how long each one trains in a round (default: 4)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=4.0, help=seconds)
+    _add_list(parser, "disciplines", str, ("apply-reply", "lock-free"))
 
 
 def _add_bench_gpu(parser: argparse.ArgumentParser) -> None:
@@ -405,6 +416,12 @@ BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], N
         "Gradients per second of each discipline, on made-up data.",
         3,
         _add_bench_train,
+    ),
+    "launch": (
+        "gradients per second of a script of one's own, beside the same as a recipe",
+        "What a training loop of one's own costs, on made-up data.",
+        5,
+        _add_bench_launch,
     ),
     "gpu": (
         "gradients per second on one GPU, beside bare loops, eager and captured",

@@ -36,6 +36,8 @@ from offbeat.run.rundir import role_name
 from offbeat.towers import Towers
 from offbeat.transport.base import keep_trying
 
+FIXED = (bool, float, int, str, tuple, type(None))
+"""Kinds of options that cannot change in their place, as a tensor or a list can."""
 SHOW_TIMEOUT_S = 120.0
 """How long a server that is being started again may take to show what it keeps."""
 
@@ -58,6 +60,8 @@ class Loop:
             description = seat.agree(describe_loop(model, optimizer))
         groups = optimizer.param_groups
         self._options = [name for name in option_names(optimizer) if name in groups[0]]
+        self._last_values: list[Any] = []
+        self._last_rates: torch.Tensor | None = None
         self._description = description
         self._job = make_loop_job(seat.config, description)
         self._network = seat.network(self._job, description)
@@ -237,9 +241,30 @@ class Loop:
 
     def _take_gradient(self) -> list[bool]:
         slots = self._exchange.gradient_slots
+        rates = self._rates()
+        for slot in slots:
+            slot.rates.copy_(rates)
+        self._towers.write_buffers(slots[0].floats, slots[0].ints)
+        self._towers.computed()
+        if self._job.manifest.is_sparse:
+            present = self._towers.take_rows(slots, self._exchange.rows)
+        else:
+            present = self._towers.take_gradient([slot.values for slot in slots])
+        if all(self._trained):
+            return present
+        return [here and trained for here, trained in zip(present, self._trained, strict=True)]
+
+    def _rates(self) -> torch.Tensor:
+        """The numbers among the optimizer's options, as they are now; most steps leave them as they
+        were."""
+        groups = self._optimizer.param_groups
+        values = [group[name] for group in groups for name in self._options]
+        is_fixed = all(type(value) in FIXED for value in values)
+        if self._last_rates is not None and is_fixed and values == self._last_values:
+            return self._last_rates
         numbers = [
             number
-            for group in self._optimizer.param_groups
+            for group in groups
             for number in numbers_of({name: plain(group[name]) for name in self._options})
         ]
         if len(numbers) != self._job.num_rates:
@@ -247,15 +272,9 @@ class Loop:
                 "an option of the optimizer is another kind of value than it was at the start: "
                 "numbers stay numbers"
             )
-        for slot in slots:
-            slot.rates.copy_(torch.tensor(numbers, dtype=torch.float64))
-        self._towers.write_buffers(slots[0].floats, slots[0].ints)
-        self._towers.computed()
-        if self._job.manifest.is_sparse:
-            present = self._towers.take_rows(slots, self._exchange.rows)
-        else:
-            present = self._towers.take_gradient([slot.values for slot in slots])
-        return [here and trained for here, trained in zip(present, self._trained, strict=True)]
+        self._last_values = values
+        self._last_rates = torch.tensor(numbers, dtype=torch.float64)
+        return self._last_rates
 
     def _take_in(self) -> None:
         moved = self._towers.refresh()

@@ -62,6 +62,21 @@ def test_training_is_compared_with_the_ceiling_and_ddp(
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"], "nothing is left behind"
 
 
+@pytest.mark.slow
+def test_a_loop_of_ones_own_is_timed_beside_a_recipe(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(train.CALIBRATION_STEPS, "mnist-sigmoid", 50)
+    arguments = ["--disciplines", "lock-free", "--rounds", "1", "--seconds", "0.5"]
+    assert main(["bench", "launch", *arguments]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:-1]] == [
+        ["lock-free", "recipe"],
+        ["lock-free", "script"],
+    ]
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_rate_is_that_of_the_time_in_which_all_workers_were_at_work() -> None:
     early = [0.1 * step for step in range(1, 101)]  # 10 a second, until 10.0
     late = [5.0 + 0.5 * step for step in range(1, 21)]  # 2 a second; warm at 6.5

@@ -91,6 +91,30 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 )
 
+IN_PLACE = (
+    HEAD
+    + """
+class Own(torch.optim.SGD):
+    num_zeroed = 0
+    def zero_grad(self, set_to_none=True):
+        self.num_zeroed += 1
+        super().zero_grad(set_to_none)
+
+model = make_model()
+rate = torch.tensor(0.1)
+optimizer = offbeat.distribute(model, Own(model.parameters(), lr=rate))
+for number, batch in enumerate(batches(10)):
+    compute(model, batch)
+    if number == 5:
+        optimizer.register_step_pre_hook(lambda *of_torch: rate.mul_(0.5) and None)
+    optimizer.step()
+    rate.mul_(0.8)  # where it lies
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+assert optimizer.num_zeroed == 10
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
 IN_EPOCHS = (
     HEAD
     + """
@@ -141,7 +165,7 @@ def alone(folder: Path, text: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("script", [WITH_EVERYTHING, WITH_A_CLOSURE])
+@pytest.mark.parametrize("script", [WITH_EVERYTHING, WITH_A_CLOSURE, IN_PLACE])
 def test_one_worker_comes_to_what_the_script_alone_does(
     script: str, servers: int, tmp_path: Path, forks: ForkServer | None
 ) -> None:
