@@ -35,6 +35,7 @@ def test_own_model_from_the_shell(run_dir: Path) -> None:
     assert summary["test_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_discipline_of_ones_own_from_the_shell(run_dir: Path) -> None:
     """Among processes, each of which imports it."""
     summary = run_recipe(
@@ -197,6 +198,7 @@ def test_own_model_as_a_script(tmp_path: Path) -> None:
     assert run.name.endswith("-own_model-recipe-lock-free")
 
 
+@pytest.mark.slow
 def test_own_model_by_standard_input_is_trained_with_threads(tmp_path: Path) -> None:
     text = (EXAMPLES / "own_model.py").read_text().replace("epochs=20", "epochs=1")
     done = subprocess.run(

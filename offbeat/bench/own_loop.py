@@ -6,8 +6,9 @@ import sys
 
 import torch
 
-import offbeat
 from offbeat.bench import recipes
+from offbeat.loops.distribute import distribute, log
+from offbeat.loops.sampler import Sampler
 
 
 def main(name: str, num_steps: int) -> None:
@@ -15,8 +16,8 @@ def main(name: str, num_steps: int) -> None:
     (inputs, labels), _ = recipe.data(None)
     model = recipe.model()
     plain = torch.optim.SGD(model.parameters(), lr=recipe.optimizer.options["lr"])
-    optimizer = offbeat.distribute(model, plain)
-    sampler = offbeat.Sampler(inputs)
+    optimizer = distribute(model, plain)
+    sampler = Sampler(inputs)
     steps = itertools.count(1)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -26,7 +27,7 @@ def main(name: str, num_steps: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            offbeat.log(loss=loss.item())
+            log(loss=loss.item())
             if next(steps) == num_steps:
                 return
 

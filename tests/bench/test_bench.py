@@ -16,6 +16,7 @@ from offbeat.recipes.base import load_recipe
 from offbeat.run.job import make_job
 
 
+@pytest.mark.slow
 def test_exchanges_are_timed_over_every_transport(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

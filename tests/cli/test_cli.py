@@ -432,7 +432,7 @@ def test_a_module_is_imported_again_from_where_it_was(
     assert "importing zoo.toys failed" in error and "say where it is with --recipe" in error
 
 
-@pytest.mark.parametrize("where", [">&-", "> /dev/full"])
+@pytest.mark.parametrize("where", [">&-", pytest.param("> /dev/full", marks=pytest.mark.slow)])
 def test_an_output_that_cannot_be_written_to_does_not_end_the_run(recipes: str, where: str) -> None:
     offbeat = f"{sys.executable} -m offbeat {' '.join(TRAIN)}"
     command = f"{offbeat} --recipe {recipes}:recipe --run-dir r {where}"

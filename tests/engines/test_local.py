@@ -106,12 +106,13 @@ def assert_same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 # -- stopping and going on -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "servers"),
     [
         (signal.SIGTERM, "1"),
-        pytest.param(signal.SIGTERM, "2", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "2", marks=pytest.mark.slow),
+        (signal.SIGTERM, "2"),
+        (signal.SIGINT, "2"),
     ],
 )
 def test_a_sync_run_that_was_stopped_and_resumed_equals_one_that_was_not(
@@ -307,6 +308,7 @@ def test_an_error_in_the_users_code_stops_the_run_with_role_step_and_place(start
     assert leftovers(run.run_dir) == []
 
 
+@pytest.mark.slow
 def test_a_keyboard_interrupt_of_the_recipes_own_is_an_error_like_any_other(start: Start) -> None:
     run = start(recipe="interrupts")
     assert run.wait() == 1, run.text()

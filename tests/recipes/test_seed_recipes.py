@@ -283,7 +283,11 @@ def without_dropout() -> nn.Module:
         (alexnet.fast, {"amp": "off"}),
         (simplecnn.recipe, {}),
         (dataclasses.replace(mnist_convnet.recipe, model=without_dropout), {}),
-        (dataclasses.replace(mnist_convnet.recipe, model=without_dropout), {"feed": "direct"}),
+        pytest.param(
+            dataclasses.replace(mnist_convnet.recipe, model=without_dropout),
+            {"feed": "direct"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["alexnet", "alexnet-fast", "simplecnn", "mnist-convnet", "mnist-convnet-direct"],
 )
