@@ -198,7 +198,8 @@ def _serve_script(
 
     if script is not None:
         launched.find_modules(script)
-    stopped = roles.serve(_endpoint(known, hosts), index, getattr(known, "bind", None))
+    file = None if script is None else str(script["file"])
+    stopped = roles.serve(_endpoint(known, hosts), index, getattr(known, "bind", None), file)
     return INTERRUPTED if stopped else 0
 
 

@@ -34,8 +34,11 @@ from offbeat.version import __version__
 CHECK_TIMEOUT_S = 5.0
 
 
-def serve(endpoint: Endpoint, index: int, bind: str | None = None) -> bool:
-    """Be server `index`. Returns whether it was stopped before the run was over."""
+def serve(
+    endpoint: Endpoint, index: int, bind: str | None = None, script: str | None = None
+) -> bool:
+    """Be server `index`; `script` is where a launched run's lies here. Returns whether it was
+    stopped before the run was over."""
     where = endpoint.hosts.where("ps", index)
     host, port = split_address(where)
     if bind is not None:
@@ -59,7 +62,12 @@ def serve(endpoint: Endpoint, index: int, bind: str | None = None) -> bool:
             raise ConfigError(str(error)) from error
         log.info("server %d listens at %s; waiting for the master", index, listener.address[4:])
         server = Bootstrap(
-            listener, index, log, start_timeout_s=endpoint.start_timeout_s, stop=stop
+            listener,
+            index,
+            log,
+            start_timeout_s=endpoint.start_timeout_s,
+            stop=stop,
+            script=script,
         )
         server.run()
         log.info("server %d leaves: %s", index, server.reason)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,9 +89,12 @@ class Bootstrap:
         *,
         start_timeout_s: float,
         stop: threading.Event,
+        script: str | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`script`: where this machine has the script of a launched run, if it does."""
         self.index = index
+        self._script = script
         self._now = now
         self.log = log
         self._start_timeout_s = start_timeout_s
@@ -308,7 +312,7 @@ class Bootstrap:
 
     def _make_run(self, call: Configure) -> Run:
         try:
-            job = job_from(call, with_data=False)
+            job = job_from(call, with_data=False, script=self._script)
             began_s = self._now() - call.elapsed_s
             epoch = int(call.epochs[self.index])
         except (KeyError, IndexError, TypeError, ValueError, OffbeatError) as error:
@@ -371,9 +375,10 @@ class Bootstrap:
         return max([first - 1, *known]) + 1
 
 
-def job_from(told: Configure, *, with_data: bool, **local: Any) -> Job:
+def job_from(told: Configure, *, with_data: bool, script: str | None = None, **local: Any) -> Job:
     """The master's job, made anew out of what it says of it; `local` options are this machine's
-    own. A difference in the model or the optimizer is a RecipeError that names it."""
+    own, and so is where a launched run's `script` lies. A difference in the model or the optimizer
+    is a RecipeError that names it."""
     config = config_from(told, local)
     if told.loop is None:
         data: dict[str, Source] | None = {} if with_data else None
@@ -385,11 +390,23 @@ def job_from(told: Configure, *, with_data: bool, **local: Any) -> Job:
             f"started with offbeat launch --role worker {config.recipe}"
         )
     else:
-        job = make_loop_job(config, Description.from_json(told.loop))
+        job = make_loop_job(config, Description.from_json(_with_own(told.loop, script)))
     difference = disagreement(told.agreement, job.agreement)
     if difference:
         raise RecipeError(f"the recipe {config.recipe} is not the master's: {difference}")
     return job
+
+
+def _with_own(loop: Mapping[str, Any], script: str | None) -> Mapping[str, Any]:
+    """What a launched run trains, with this machine's own file where a class is taken out of it."""
+    if loop["script"] is None:
+        return loop
+    if script is None:
+        raise RecipeError(
+            f"the script defines its optimizer's class {loop['optimizer']['kind']} itself: start "
+            f"the servers with it, offbeat launch --role ps {Path(loop['script']).name}"
+        )
+    return {**loop, "script": script}
 
 
 def config_from(told: Configure, local: Mapping[str, Any]) -> TrainConfig:

@@ -145,6 +145,8 @@ class MasterNetwork(SocketNetwork):
         self._folder = folder
         self._clock = clock
         self._files: dict[str, Path] = {}
+        self._writing = threading.Lock()
+        """The books are not alone: who asks for norms, or for a script's state, connects too."""
         before = folder.read_json(folder.cluster) if folder.cluster.exists() else {}
         self._got: dict[int, list[Any]] = {int(k): v for k, v in before.get("got", {}).items()}
         """What of each server's events is here: the number of the last answer that brought any."""
@@ -186,13 +188,15 @@ class MasterNetwork(SocketNetwork):
         return CollectingEnd(end, self._collect, got, self._write)
 
     def _remember(self, shard: int, epoch: int) -> None:
-        self._epochs[shard] = max(self._epochs[shard], epoch + 1)
+        with self._writing:
+            self._epochs[shard] = max(self._epochs[shard], epoch + 1)
         self._write()
 
     def _write(self) -> None:
         """For a master that takes this one's place."""
-        state = {"run": self._run, "epochs": self._epochs, "got": self._got}
-        self._folder.write_json(self._folder.cluster, state)
+        with self._writing:
+            state = {"run": self._run, "epochs": self._epochs, "got": dict(self._got)}
+            self._folder.write_json(self._folder.cluster, state)
 
     def _collect(self, events: Events) -> None:
         """Keep lines of events in the run's folder, each source's in a file of its own."""

@@ -39,7 +39,7 @@ class Waiting:
         folder = self._seat.folder
         if self._seat.rank != 0 or folder is None:
             return False
-        return not (folder.model.exists() or list_checkpoints(folder.checkpoints))
+        return not list_checkpoints(folder.checkpoints)
 
     def joined(self) -> Loop:
         """Begin the run, or come into it."""
@@ -56,7 +56,7 @@ class Waiting:
 
     @property
     def num_known(self) -> int:
-        return self.joined().num_known
+        return 0 if self.may_wait else self.joined().num_known
 
     def step(self) -> None:
         self.joined().step()

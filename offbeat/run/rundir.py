@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ class RunFolder:
 
     def write_json(self, path: Path, content: Any) -> None:
         """Readers see the old file or the new one, never half of it."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         temporary.write_text(
             json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )

@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -358,6 +359,7 @@ class SocketNetwork(Network):
         self.terms = terms
         self.say = say
         self._missing: set[int] = set()
+        self._noting = threading.Lock()
 
     def connect(
         self, shard: int, hello: Message, layout: Layout, timeout_s: float, params: Tensor
@@ -377,15 +379,23 @@ class SocketNetwork(Network):
         try:
             yield
         except ConnectionClosedError as error:
-            if shard not in self._missing and not (error.refused or error.over):
-                self._missing.add(shard)
+            if not (error.refused or error.over) and self._is_new(shard):
                 where = self.addresses[shard].removeprefix("tcp:")
                 reason = "" if where in str(error) else f": {error}"
                 self.say(f"waiting for server {shard} at {where}{reason}")
             raise
-        if shard in self._missing:
-            self._missing.remove(shard)
+        with self._noting:
+            was_missing = shard in self._missing
+            self._missing.discard(shard)
+        if was_missing:
             self.say(f"server {shard} is here")
+
+    def _is_new(self, shard: int) -> bool:
+        """Whether it was not known that this one is missing; now it is."""
+        with self._noting:
+            is_new = shard not in self._missing
+            self._missing.add(shard)
+        return is_new
 
 
 class SocketListener(Listener):

@@ -531,6 +531,58 @@ def test_a_script_that_begins_anew_leaves_the_servers_their_state(
     assert torch.load(last)["optimizer"]["state"][0]["step"] == 12
 
 
+BEGUN_TWICE = """
+import os, signal, sys, threading, time
+import torch
+import offbeat
+from offbeat.loops import seat
+
+model = torch.nn.Linear(2, 2)
+optimizer = offbeat.distribute(model, torch.optim.Adam(model.parameters(), lr=0.0))
+here = seat.taken
+
+def die():
+    if here.incarnation == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def die_when_the_run_begins():
+    while not here.folder.model.exists():
+        time.sleep(0.001)
+    die()
+
+state = offbeat.State(phase="new")
+if sys.argv[2] == "begun":
+    threading.Thread(target=die_when_the_run_begins, daemon=True).start()
+loaded = optimizer.state_dict()
+with torch.no_grad():
+    model.weight.fill_(7.0)
+for number, p in enumerate(model.parameters()):
+    averages = {"exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p)}
+    loaded["state"][number] = {"step": torch.tensor(5.0), **averages}
+optimizer.load_state_dict(loaded)
+state.keep(phase="loaded")
+if sys.argv[2] == "kept":
+    die()
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("when", ["begun", "kept"])
+def test_rank_0_that_dies_before_the_run_has_begun_begins_it_later(
+    when: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    target = str(tmp_path / "last.pt")
+    result = run(tmp_path, BEGUN_TWICE, target, when, servers=2, forks=forks)
+    assert result.summary["restarts"] == 1
+    found = torch.load(target)
+    assert found["model"]["weight"].tolist() == [[7.0, 7.0], [7.0, 7.0]]
+    assert found["optimizer"]["state"][0]["step"] == 8
+
+
 WITH_ITS_OWN_OPTIMIZER = (
     "from __future__ import annotations\n"
     + HEAD

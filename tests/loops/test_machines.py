@@ -134,6 +134,45 @@ def test_a_master_alone_comes_to_what_its_script_alone_does(
         assert torch.equal(tensor, kept[name]), name
 
 
+def test_a_state_is_asked_for_as_often_as_anybody_likes(tmp_path: Path) -> None:
+    """Beside the books, which connect to the servers and remember what they got."""
+    text = HEAD + (
+        "for _ in range(40):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(4, 6)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    state = optimizer.state_dict()['state']\n"
+        "assert state[0]['step'] == 40\n"
+    )
+    with cluster(tmp_path, servers=2, workers=1) as made:
+        made.start_servers()
+        assert run_master(made, text).summary["status"] == "finished"
+        for server in made.servers:
+            server.wait()
+
+
+OWN_CLASS = HEAD.replace(
+    "torch.optim.AdamW(model.parameters(), lr=0.05)", "Own(model.parameters(), lr=0.05)"
+).replace("torch.manual_seed", "class Own(torch.optim.SGD):\n    pass\n\ntorch.manual_seed")
+
+
+def test_a_server_has_the_class_out_of_its_own_copy_of_the_script(tmp_path: Path) -> None:
+    own = tmp_path / "elsewhere"
+    own.mkdir()
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        made.script = write(own, OWN_CLASS + LOOP)
+        made.start_servers()
+        assert run_master(made, OWN_CLASS + LOOP).summary["gradients"] == 30
+        made.servers[0].wait()
+
+
+def test_a_server_without_the_script_says_how_it_is_started(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        made.start_servers()
+        with pytest.raises(RoleError, match=r"offbeat launch --role ps train\.py"):
+            run_master(made, OWN_CLASS + LOOP)
+
+
 class MastersLoop:
     """A master whose loop is driven by a thread of the test: a process has one script."""
 

@@ -65,6 +65,8 @@ class Cluster:
             master="nowhere:1",
         )
         self.bootstraps: dict[int, Bootstrap] = {}
+        self.script: str | None = None
+        """What servers are started with, of a launched run."""
         self.servers: list[Role] = []
         self.roles: list[Role] = []
 
@@ -94,6 +96,7 @@ class Cluster:
                 collecting(role),
                 start_timeout_s=self.start_timeout_s,
                 stop=role.stop,
+                script=self.script,
             )
             self.bootstraps[index].run()
 
