@@ -1,5 +1,5 @@
 # make train   set up, then run the main job; flags: make train ARGS="--discipline lock-free"
-# make test    set up, then the tests (minutes); make test-all: the long ones too
+# make test    set up, then the tests (minutes); make test-all: the long ones too, with Lightning and transformers
 # make check   formatting, lint and types
 # make setup   only the virtual environment; make clean removes it
 
@@ -9,6 +9,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LIBRARIES := $(VENV)/.libraries
 
 .PHONY: setup train test test-all check format clean
 
@@ -21,6 +22,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# What the examples of people's own scripts are written with; only the long tests run them.
+$(LIBRARIES): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,transformers,torchdata]'
+	@touch $@
+
 train: $(READY)
 	@$(BIN)/offbeat train $(ARGS)
 
@@ -28,7 +34,7 @@ test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
 
 # Some of the long ones look at how workers come in each other's way: nothing runs beside them.
-test-all: test
+test-all: test $(LIBRARIES)
 	$(BIN)/pytest -m slow $(ARGS)
 
 check: $(READY)
