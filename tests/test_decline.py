@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import cross_entropy, toy_job, toy_recipe
+from scripted import ScriptedServer, run_master
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import offbeat
@@ -59,16 +60,59 @@ def test_it_is_shown_as_it_was_made() -> None:
 def test_falls_are_at_versions_that_lie_ahead(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     falls = Falls(folder)
-    assert falls.look(50) is None
+    assert [falls.look(version) for version in (30, 50)] == [None, None]
     folder.write_json(folder.falls, {"scored": [40]})
-    assert falls.look(70) == 91, "as far again as between the two looks, and one"
-    assert falls.look(200) is None and falls.versions == [91]
-    falls.know([80])
-    assert falls.versions == [91], "what is known here is as much"
+    assert falls.look(60) == 81, "as far again as between two looks, and one"
+    assert falls.look(200) is None and falls.versions == [81]
+    falls.know([[80], []])
+    assert falls.versions == [81], "what is known here is as much"
+
+
+def test_a_fall_that_is_due_waits_until_it_is_known_how_quick_the_servers_are(
+    tmp_path: Path,
+) -> None:
+    """As at the first looks of a run that goes on, whose workers come as they like."""
+    folder = RunFolder(tmp_path)
     folder.write_json(folder.falls, {"scored": [40, 50]})
-    later = Falls(folder)
-    later.know([91])
-    assert later.look(95) == 96 and later.versions == [91, 96]
+    falls = Falls(folder)
+    falls.know([[91]])
+    assert [falls.look(version) for version in (95, 95, 95, 97)] == [None] * 4
+    assert falls.look(127) == 158 and falls.versions == [91, 158]
+
+
+def test_servers_that_come_back_with_less_are_as_quick_as_before(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    falls = Falls(folder)
+    assert [falls.look(version) for version in (10, 40, 70)] == [None] * 3
+    folder.write_json(folder.falls, {"scored": [40]})
+    assert falls.look(50) == 81
+
+
+class Told(ScriptedServer):
+    """One that is ten updates further at each look, and was told of `falls`."""
+
+    def __init__(self, falls: list[int]) -> None:
+        super().__init__([])
+        self.falls = falls
+
+    def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
+        if message["ask"] == "fall":
+            self.falls = message["versions"]
+        answer, tensors = super().call(message, tensors, timeout_s)
+        if message["ask"] == "status":
+            self.version += 10
+            done = [0] if self.version > 100 else []
+            answer |= {"version": self.version, "finished": done, "falls": self.falls}
+        return answer, tensors
+
+
+def test_a_master_that_comes_anew_learns_from_the_servers_what_fell(tmp_path: Path) -> None:
+    """The one before it did not come to tell all of them; no checkpoint has it either."""
+    folder, servers = RunFolder(tmp_path), [Told([91]), Told([])]
+    folder.write_json(folder.falls, {"scored": [40]})
+    assert run_master(folder, toy_job(servers=2, workers=1), list(servers)) == "finished"
+    assert [server.falls for server in servers] == [[91], [91]]
+    assert '"fall"' not in (tmp_path / "master.jsonl").read_text(), "it fell already"
 
 
 def slow_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -6,13 +6,17 @@ then on: servers are told them, keep them with their shards, and are given them 
 back, or the run goes on.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from offbeat.run.rundir import RunFolder
 
 AHEAD = 1
 """So many times as far ahead as the servers came between two looks at them, which is longer than it
 takes to tell them."""
+NUM_STRIDES = 2
+"""How many of the last such stretches count, the longest of them: in one of two that follow each
+other servers that stood still may just have begun."""
 
 
 class Falls:
@@ -21,16 +25,21 @@ class Falls:
         """From each of them on the rate is lower by one step."""
         self._folder = folder
         self._seen: int | None = None
+        self._strides: deque[int] = deque(maxlen=NUM_STRIDES)
 
-    def know(self, versions: Sequence[int]) -> None:
-        """What a checkpoint has, where that is more."""
-        self.versions = max(self.versions, list(versions), key=len)
+    def know(self, each: Iterable[Sequence[int]]) -> None:
+        """What checkpoints have, or servers were told by the master before this one, where that is
+        more."""
+        self.versions = list(max([self.versions, *each], key=len))
 
     def look(self, version: int) -> int | None:
-        """The furthest server is at this version; returns that of a fall which is new."""
+        """The furthest server is at this version; returns that of a fall which is new. There is
+        none before it is known how quick they are: one that is due waits."""
         before, self._seen = self._seen, version
-        if self._folder.num_falls() <= len(self.versions):
+        if before is not None and version > before:
+            self._strides.append(version - before)
+        if len(self._strides) < NUM_STRIDES or self._folder.num_falls() <= len(self.versions):
             return None
-        ahead = 1 + AHEAD * max(0, version - (version if before is None else before))
+        ahead = 1 + AHEAD * max(self._strides)
         self.versions.append(max([version + ahead, *self.versions]))
         return self.versions[-1]

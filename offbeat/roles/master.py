@@ -266,7 +266,7 @@ class Master:
             self._commit_if_new(snapshots if self._may_commit(snapshots) else self._initial)
         else:  # servers that lived on may be ahead of it
             checkpoint = newest_checkpoint(self._folder.checkpoints)
-            self._falls.know(checkpoint.falls)
+            self._falls.know([checkpoint.falls])
             self._last_versions = [s.version for s in checkpoint.recut(self.job.slices)]
         if self._patience is not None:
             self._patience.begin()
@@ -312,6 +312,7 @@ class Master:
 
     def _tell_falls(self, statuses: Sequence[Status]) -> None:
         """Have the learning rate fall, where scores say so, at one version everywhere."""
+        self._falls.know(status.falls for status in statuses)  # they may know of more than we do
         version = self._falls.look(max(status.version for status in statuses))
         if version is not None:
             self._events.record("run", phase="fall", version=version, at_s=self._clock())
@@ -404,7 +405,7 @@ class Master:
         checkpoint = newest_checkpoint(self._folder.checkpoints)
         checkpoint.check_model(self.job.manifest)
         fitting = checkpoint.for_optimizer(self.job.optimizer.classes)
-        self._falls.know(checkpoint.falls)
+        self._falls.know([checkpoint.falls])
         falls = tuple(self._falls.versions)
         state = dataclasses.replace(fitting.recut(self.job.slices)[index], falls=falls)
         starts = self.job.starts(checkpoint)
