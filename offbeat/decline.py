@@ -8,7 +8,8 @@ versions (roles/falling.py); and `Plateau`, which the servers have (schedules.py
 """
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +92,12 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 class Decline:
-    """Told every score, in the order of versions, it says how often the rate is to fall."""
+    """Told every score, in the order in which they are made, it says how often the rate is to
+    fall."""
 
     def __init__(self, schedule: Plateau, *, most: bool, every: int) -> None:
         """`most`: whether more is better. `every`: of how many updates a score is due; others, as
-        that of the end of a run that goes on later, do not count."""
+        that of the end of a run that goes on later, or of what was skipped, do not count."""
         self._most = most
         self._every = every
         self._given = schedule.arguments
@@ -108,7 +110,27 @@ class Decline:
 
     def add(self, version: int, value: float) -> bool:
         """Whether this one makes it fall."""
-        if version // self._every <= self._newest // self._every:
+        is_due = self._count(version, value, self._every)
+        if not is_due or self._num_worse <= self._given["patience"]:
+            return False
+        self._fall(version)
+        return True
+
+    def recall(self, scores: Iterable[tuple[int, float, int]], falls: Sequence[int]) -> None:
+        """Go on after `scores`: versions, values, and of how many updates one was due then. `falls`
+        is what has happened, whatever would follow from them today."""
+        left = deque(falls)
+        for version, value, every in scores:
+            self._count(version, value, every)
+            while left and left[0] <= self._newest:
+                self._fall(left.popleft())
+        for version in left:  # whoever scored it died before that was written down
+            self._newest = version
+            self._fall(version)
+
+    def _count(self, version: int, value: float, every: int) -> bool:
+        """Whether this one is due."""
+        if version // every <= self._newest // every:
             return False
         self._newest = version
         if self._is_better(value):
@@ -118,14 +140,14 @@ class Decline:
         if self._cooling:
             self._cooling -= 1
             self._num_worse = 0
-        if self._num_worse <= self._given["patience"]:
-            return False
-        self._cooling, self._num_worse = self._given["cooldown"], 0
-        self.falls.append(version)
         return True
 
+    def _fall(self, version: int) -> None:
+        self._cooling, self._num_worse = self._given["cooldown"], 0
+        self.falls.append(version)
+
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
+        if not math.isfinite(value):  # events tell none of these from another
             return False
         if self._best is None:
             return True

@@ -1,5 +1,6 @@
 """A learning rate that falls when a score gets no better: what is decided, where, and from when."""
 
+import contextlib
 import json
 import random
 import threading
@@ -15,9 +16,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import offbeat
 from offbeat.decline import Decline, Plateau
 from offbeat.errors import ConfigError
+from offbeat.recipes.metrics import Scores
+from offbeat.roles.evaluator import Found
 from offbeat.roles.falling import Falls
+from offbeat.roles.judging import RateReferee
 from offbeat.run.checkpoint import newest_checkpoint
-from offbeat.run.events import read_events
+from offbeat.run.events import EventLog, read_events
 from offbeat.run.rundir import RunFolder
 
 OPTIONS: list[dict[str, Any]] = [
@@ -51,6 +55,72 @@ def test_a_score_that_was_not_due_does_not_count() -> None:
     decline = Decline(made, most=False, every=100)
     told = [decline.add(v, 1.0) for v in (100, 200, 250, 250, 200, 301, 399, 400)]
     assert told == [False] * 5 + [True] + [False] * 2 and decline.falls == [301]
+
+
+def told_again(folder: RunFolder, *, every: int = 10, **options: Any) -> RateReferee:
+    """As an evaluator begins that comes anew, or after a resume."""
+    recipe = toy_recipe(schedule=offbeat.plateau(**{"patience": 1, "metric": "loss", **options}))
+    return RateReferee(toy_job(recipe, eval_every=every), folder, lambda line: None)
+
+
+def score(referee: RateReferee, version: int, value: float, events: EventLog | None = None) -> None:
+    scores = Scores({"loss": value}, 1)
+    if events is not None:
+        events.record("score", version=version, metric=value, scores=scores.values, every=10)
+        events.flush()
+    referee.scored(Found(version, {}), scores)
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> RunFolder:
+    """A run whose evaluator was slow, and went back to what it had skipped."""
+    folder = RunFolder(tmp_path)
+    folder.events.mkdir()
+    referee = told_again(folder)
+    with contextlib.closing(EventLog.create(folder.events, "evaluator")) as events:
+        for version, value in ((10, 1.0), (40, 1.0), (70, 1.0), (100, 0.5), (110, 0.6)):
+            score(referee, version, value, events)
+        for version in (20, 30, 50, 60, 80, 90):
+            score(referee, version, 1.1, events)
+    assert folder.read_falls() == [70]
+    return folder
+
+
+@pytest.mark.parametrize("every", [5, 10, 50])
+def test_a_run_that_goes_on_counts_on_from_what_counted(scored: RunFolder, every: int) -> None:
+    """Skipped scores did not, nor does it matter of how many updates one is due now."""
+    score(told_again(scored, every=every), 150, 0.6)
+    assert scored.read_falls() == [70, 150], "the second in a row"
+
+
+@pytest.mark.parametrize("happened", [[], [40], [40, 110]])
+def test_what_has_happened_stands_whatever_scores_say_now(
+    scored: RunFolder, happened: list[int]
+) -> None:
+    scored.write_json(scored.falls, {"scored": happened})
+    referee = told_again(scored)
+    score(referee, 120, 0.4)
+    assert scored.read_falls() == happened
+    for version in (130, 140):
+        score(referee, version, 0.5)
+    assert scored.read_falls() == [*happened, 140]
+
+
+def test_a_fall_whose_score_nobody_wrote_down_is_not_made_again(scored: RunFolder) -> None:
+    """Its evaluator died; the next one scores the same checkpoint."""
+    score(told_again(scored), 120, 0.6)
+    referee = told_again(scored)
+    score(referee, 120, 0.6)
+    assert scored.read_falls() == [70, 120]
+    score(referee, 130, 0.6)
+    assert scored.read_falls() == [70, 120], "it counts anew"
+
+
+def test_an_infinite_score_counts_as_it_is_written_down() -> None:
+    made = offbeat.plateau(patience=0)
+    assert isinstance(made, Plateau)
+    for value in (float("inf"), float("nan")):
+        assert Decline(made, most=True, every=1).add(1, value)
 
 
 def test_it_is_shown_as_it_was_made() -> None:

@@ -199,6 +199,7 @@ class Evaluator:
                 metric=scores.metric,
                 count=scores.count,
                 scores=dict(scores.values),
+                every=self.job.config.eval_every,
                 at_s=self._clock(),
             )
         self._scored(version, scores)

@@ -30,7 +30,7 @@ class Falls:
     def know(self, each: Iterable[Sequence[int]]) -> None:
         """What checkpoints have, or servers were told by the master before this one, where that is
         more."""
-        self.versions = list(max([self.versions, *each], key=len))
+        self.versions = max([self.versions, *map(list, each)], key=len)
 
     def look(self, version: int) -> int | None:
         """The furthest server is at this version; returns that of a fall which is new. There is
@@ -38,7 +38,7 @@ class Falls:
         before, self._seen = self._seen, version
         if before is not None and version > before:
             self._strides.append(version - before)
-        if len(self._strides) < NUM_STRIDES or self._folder.num_falls() <= len(self.versions):
+        if len(self._strides) < NUM_STRIDES or len(self._folder.read_falls()) <= len(self.versions):
             return None
         ahead = 1 + AHEAD * max(self._strides)
         self.versions.append(max([version + ahead, *self.versions]))

@@ -10,6 +10,7 @@ a dead evaluator's place goes on from the scores that are written down.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from offbeat.decline import Decline, Plateau
 from offbeat.recipes.base import directions, metric_name, what_falls
@@ -76,9 +77,9 @@ class RateReferee:
         assert isinstance(schedule, Plateau)
         self._name, most = what_falls(job.recipe, schedule)
         assert most is not None, "a job's schedule knows what is better"
-        self._decline = Decline(schedule, most=most, every=job.config.eval_every or 1)
-        for version, value in past_scores(folder.events, self._name):
-            self._decline.add(version, value)
+        self._every = job.config.eval_every or 1
+        self._decline = Decline(schedule, most=most, every=self._every)
+        self._decline.recall(self._past(folder.events), folder.read_falls())
         self._folder = folder
         self._say = say
 
@@ -87,6 +88,12 @@ class RateReferee:
         if value is not None and self._decline.add(found.version, value):
             self._folder.write_json(self._folder.falls, {"scored": self._decline.falls})
             self._say(f"the learning rate falls: no better {self._name} at version {found.version}")
+
+    def _past(self, events: Path) -> Iterator[tuple[int, float, int]]:
+        for event in _score_events(events):
+            if self._name in event["scores"]:
+                value = _number(event["scores"][self._name])
+                yield event["version"], value, event.get("every") or self._every
 
 
 def make_referee(
@@ -107,10 +114,17 @@ def make_referee(
 
 
 def past_scores(events: Path, name: str | None = None) -> Iterator[tuple[int, float]]:
-    """What was scored so far, in the order of versions: skipped ones were scored last. `name`: by
-    which metric; None: by the one that the run is judged by."""
-    scores = [event for event in read_events(events, "evaluator*") if event["kind"] == "score"]
-    for event in sorted(scores, key=lambda event: int(event["version"])):
+    """What was scored so far, in the order in which it was. `name`: by which metric; None: by the
+    one that the run is judged by."""
+    for event in _score_events(events):
         if name is None or name in event["scores"]:
-            metric = event["metric"] if name is None else event["scores"][name]
-            yield event["version"], math.nan if metric is None else float(metric)
+            value = event["metric"] if name is None else event["scores"][name]
+            yield event["version"], _number(value)
+
+
+def _score_events(events: Path) -> Iterator[dict[str, Any]]:
+    return (event for event in read_events(events, "evaluator*") if event["kind"] == "score")
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

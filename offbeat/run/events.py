@@ -12,9 +12,10 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            exchange_s, and with --clip-norm the gradient's norm before it was clipped
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
            only the connection broke), version, seen_version, at_s
-    score  by the evaluator: version, metric (null: NaN or infinite), count, at_s; scores: all of
-           them by their names, the metric first. By rank 0's script, which counts nothing:
-           higher_is_better, by their names, since nobody knew of them before
+    score  by the evaluator: version, metric (null: NaN or infinite), count, at_s, every (of how
+           many updates one is due); scores: all of them by their names, the metric first. By rank
+           0's script, which counts nothing: higher_is_better, by their names, since nobody knew of
+           them before
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
            process) and end (status, reason) by the engine;
            checkpoint (version) and books (shards: version and accounts, as in the last

@@ -44,7 +44,8 @@ class RunFolder:
         self.enough = path / "enough.json"
         """Why the run is to end before its work is done; written by the evaluator."""
         self.falls = path / "falls.json"
-        """How often the learning rate is to fall, where it goes by scores; by the evaluator."""
+        """How often the learning rate is to fall, where it goes by scores; by the evaluator, which
+        adds to it."""
         self.best = path / "best.safetensors"
         """With --keep-best: what was scored best so far; `best_score` says which version."""
         self.best_score = path / "best.json"
@@ -83,9 +84,9 @@ class RunFolder:
         """Why the run ended before its work was done; None: it did not, as far as is known here."""
         return str(self.read_json(self.enough)["reason"]) if self.enough.exists() else None
 
-    def num_falls(self) -> int:
-        """How often the learning rate is to have fallen by now."""
-        return len(self.read_json(self.falls)["scored"]) if self.falls.exists() else 0
+    def read_falls(self) -> list[int]:
+        """The versions whose scores each made the learning rate fall once more."""
+        return list(self.read_json(self.falls)["scored"]) if self.falls.exists() else []
 
     def write_best(self, version: int, metric: float) -> None:
         self.write_json(self.best_score, {"version": version, "metric": metric})

@@ -36,18 +36,21 @@ class Judge:
         self._stop_at = stop_at
         self._patience = patience
         self._num_worse = 0
+        self._newest = -1
         self._seen: set[int] = set()
 
     def add(self, version: int, metric: float) -> None:
-        """`version` was scored; one that was scored before says nothing new."""
+        """`version` was scored; one that was scored before says nothing new, and one that was
+        skipped, and made up for, may be the best, but is not of those in a row."""
         if version in self._seen:
             return
         self._seen.add(version)
-        if self.is_better(metric, self.best):
+        is_better = self.is_better(metric, self.best)
+        if is_better:
             self.best = (version, metric)
-            self._num_worse = 0
-        else:
-            self._num_worse += 1
+        if version > self._newest:
+            self._newest = version
+            self._num_worse = 0 if is_better else self._num_worse + 1
         self.reason = self.reason or self._find_reason(version, metric)
 
     def add_all(self, scores: Iterable[tuple[int, float]]) -> "Judge":

@@ -1,5 +1,6 @@
 """Runs that end before their work is done because of their scores, and the best that is kept."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recipes.metrics import Scores, direction_of
 from offbeat.report.write import write_report
 from offbeat.roles.evaluator import Found
-from offbeat.roles.judging import Referee, make_referee, past_scores
+from offbeat.roles.judging import Referee, make_judges, make_referee, past_scores, reason_of
 from offbeat.run.checkpoint import newest_checkpoint
 from offbeat.run.events import EventLog, read_events
 from offbeat.run.job import make_job
@@ -89,6 +90,14 @@ def test_a_version_that_is_scored_twice_counts_once() -> None:
     judge = judged([5.0], patience=2)
     judge.add_all([(1, 5.0)] * 5 + [(2, 4.0)])
     assert judge.reason is None
+
+
+def test_skipped_versions_that_are_made_up_for_are_not_in_a_row() -> None:
+    judge = judged([], patience=2).add_all([(10, 5.0), (40, 6.0), (20, 4.0), (30, 4.5)])
+    assert judge.reason is None
+    judge.add_all([(35, 7.0), (50, 6.5)])
+    assert judge.best == (35, 7.0) and judge.reason is None
+    assert "than 7 at version 35 in 2 scores" in str(judge.add_all([(60, 6.5)]).reason)
 
 
 def test_what_is_better_is_known_or_said() -> None:
@@ -299,6 +308,15 @@ def test_whoever_takes_a_dead_evaluators_place_goes_on_from_what_is_written_down
     assert folder.read_best() == (4, 4.5), "of those whose weights could be kept"
     scored(found(5), scores(9.0))
     assert folder.read_best() == (5, 9.0) and len(told) == 1, "the last one counts too"
+
+
+def test_a_run_goes_on_whose_skipped_scores_were_worse(folder: RunFolder) -> None:
+    """Of those that were made in time no two were so in a row."""
+    with contextlib.closing(EventLog.create(folder.events, "evaluator")) as events:
+        for version, metric in ((10, 5.0), (40, 6.0), (20, 4.0), (30, 4.5)):
+            events.record("score", version=version, metric=metric, count=1, at_s=0.0)
+    job = toy_job(toy_recipe(metric=Scripted([1.0])), patience=2)
+    assert reason_of(make_judges(job, folder.events)) is None
 
 
 def test_a_run_that_is_over_is_not_ended(folder: RunFolder) -> None:
