@@ -97,12 +97,22 @@ def run_grid(
     configs, left_out = check_grid(grid, out)
     grid, subject = _find_subject(grid, recipe)
     for config in configs.values():
-        subject.check(config)  # what is wrong with a parameter shows before anything runs
+        subject.check(config, _judged_by(target))  # what is wrong shows before anything runs
     _claim(out, resume=resume)
     folder = RunFolder(out)
     with folder.locked(), fork_server(grid.engine, forks) as forks:
         folder.write_json(grid_file(out), dataclasses.asdict(grid))
         return _Comparing(grid, out, configs, subject, forks).run(left_out, target)
+
+
+def _judged_by(target: Target | None) -> str | None:
+    """The metric that a target names."""
+    match target:
+        case None | int() | float():
+            return None
+        case (str(name), int() | float()):
+            return name
+    raise ConfigError(f"target must be a number, or a metric's name and a number, not {target!r}")
 
 
 def _find_subject(grid: Grid, recipe: Recipe | RecipeFunction | None) -> tuple[Grid, Subject]:

@@ -12,6 +12,7 @@ from typing import Any
 from offbeat.api import Found, Result, train_config
 from offbeat.config import TrainConfig
 from offbeat.engines.forkserver import ForkServer
+from offbeat.errors import ConfigError, nearest
 from offbeat.launching import describe_launched, launch_config
 from offbeat.recipes.base import Recipe, make_recipe, metric_name
 from offbeat.run.progress import MakeDisplay
@@ -26,8 +27,9 @@ class Subject(ABC):
         """What is to be said of it, where it is not what it was when the comparison began."""
 
     @abstractmethod
-    def check(self, config: TrainConfig) -> None:
-        """An OffbeatError where a cell cannot be run."""
+    def check(self, config: TrainConfig, target: str | None = None) -> None:
+        """An OffbeatError where a cell cannot be run, or nothing is scored by what `target` goes
+        by, as far as that is known before."""
 
     @abstractmethod
     def run(
@@ -51,8 +53,14 @@ class OfRecipe(Subject):
     def change(self) -> str | None:
         return self.found.change
 
-    def check(self, config: TrainConfig) -> None:
-        self._made(config)
+    def check(self, config: TrainConfig, target: str | None = None) -> None:
+        known = self._made(config).fed(config.feed).judged(by_loss=False).metrics  # at most
+        stops_by, _ = config.stops_at or (None, None)
+        for option, name in (("target", target), ("stop_at", stops_by)):
+            if name is not None and name not in known:
+                raise ConfigError(
+                    f"{option} goes by {name!r}, which nothing is scored by; {nearest(name, known)}"
+                )
 
     def run(self, config: TrainConfig, display: MakeDisplay, forks: ForkServer | None) -> Result:
         recipe, file = self.found.recipe, self.found.file
@@ -76,7 +84,7 @@ class OfScript(Subject):
     def change(self) -> str | None:
         return change_of(self.script)
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, config: TrainConfig, target: str | None = None) -> None:
         return
 
     def run(self, config: TrainConfig, display: MakeDisplay, forks: ForkServer | None) -> Result:

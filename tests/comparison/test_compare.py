@@ -316,6 +316,22 @@ def test_what_is_wrong_is_told_before_anything_is_trained(
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"target": ("los", 0.3)}, "target goes by 'los', which nothing .* did you mean 'loss'"),
+        ({"target": "loss=0.3"}, "a metric's name and a number, not 'loss=0.3'"),
+        ({"stop_at": "los=0.3"}, "stop_at goes by 'los', which nothing .* did you mean 'loss'"),
+    ],
+)
+def test_a_metric_that_nothing_is_scored_by_is_told_before_anything_is_trained(
+    option: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offbeat.compare(toy_recipe(), out=tmp_path / "c", **{**SMALL, **option})
+    assert not (tmp_path / "c").exists()
+
+
 def test_python_goes_on_with_what_was_not_said_again(tmp_path: Path) -> None:
     out = tmp_path / "c"
     options: dict[str, Any] = {"data_dir": tmp_path, "round_timeout": math.inf, **SMALL}
