@@ -116,6 +116,20 @@ def test_a_fall_whose_score_nobody_wrote_down_is_not_made_again(scored: RunFolde
     assert scored.read_falls() == [70, 120], "it counts anew"
 
 
+def test_a_rate_that_is_as_low_as_it_gets_is_not_said_to_fall(tmp_path: Path) -> None:
+    """Nor would it fall that often at once in a run that goes on to lower ones."""
+    folder = RunFolder(tmp_path)
+    folder.events.mkdir()
+    referee = told_again(folder, patience=0, factor=0.5, min_lr=0.04)  # of 0.1
+    for version in range(10, 100, 10):
+        score(referee, version, 1.0)
+    assert folder.read_falls() == [20, 30]
+    lower = told_again(folder, patience=0, factor=0.5, min_lr=0.01)
+    score(lower, 100, 1.0)
+    score(lower, 110, 1.0)
+    assert folder.read_falls() == [20, 30, 110]
+
+
 def test_an_infinite_score_counts_as_it_is_written_down() -> None:
     made = offbeat.plateau(patience=0)
     assert isinstance(made, Plateau)
@@ -180,9 +194,23 @@ def test_a_master_that_comes_anew_learns_from_the_servers_what_fell(tmp_path: Pa
     """The one before it did not come to tell all of them; no checkpoint has it either."""
     folder, servers = RunFolder(tmp_path), [Told([91]), Told([])]
     folder.write_json(folder.falls, {"scored": [40]})
-    assert run_master(folder, toy_job(servers=2, workers=1), list(servers)) == "finished"
+    job = toy_job(toy_recipe(schedule=offbeat.plateau()), servers=2, workers=1)
+    assert run_master(folder, job, list(servers)) == "finished"
     assert [server.falls for server in servers] == [[91], [91]]
     assert '"fall"' not in (tmp_path / "master.jsonl").read_text(), "it fell already"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_told"), [(offbeat.plateau(), 1), (offbeat.constant(), 0)]
+)
+def test_a_run_that_goes_on_with_another_schedule_does_not_fall(
+    tmp_path: Path, schedule: Any, num_told: int
+) -> None:
+    folder, server = RunFolder(tmp_path), Told([])
+    folder.write_json(folder.falls, {"scored": [40]})
+    run_master(folder, toy_job(toy_recipe(schedule=schedule), workers=1), [server])
+    assert len(server.falls) == num_told
+    assert (tmp_path / "master.jsonl").read_text().count('"fall"') == num_told
 
 
 def slow_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:

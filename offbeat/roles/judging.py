@@ -77,6 +77,8 @@ class RateReferee:
         assert isinstance(schedule, Plateau)
         self._name, most = what_falls(job.recipe, schedule)
         assert most is not None, "a job's schedule knows what is better"
+        self._schedule = schedule
+        self._bases = [member.options["lr"] for member in job.optimizer.members]
         self._every = job.config.eval_every or 1
         self._decline = Decline(schedule, most=most, every=self._every)
         self._decline.recall(self._past(folder.events), folder.read_falls())
@@ -85,9 +87,16 @@ class RateReferee:
 
     def scored(self, found: Found, scores: Scores) -> None:
         value = scores.values.get(self._name)
-        if value is not None and self._decline.add(found.version, value):
+        if value is None or not self._can_fall():
+            return
+        if self._decline.add(found.version, value):
             self._folder.write_json(self._folder.falls, {"scored": self._decline.falls})
             self._say(f"the learning rate falls: no better {self._name} at version {found.version}")
+
+    def _can_fall(self) -> bool:
+        """One that is as low as it gets has nothing to fall for, and is not said to."""
+        num_falls, lr = len(self._decline.falls), self._schedule.lr
+        return any(lr(base, num_falls + 1) < lr(base, num_falls) for base in self._bases)
 
     def _past(self, events: Path) -> Iterator[tuple[int, float, int]]:
         for event in _score_events(events):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from offbeat.accounts import accounts_to_json, moved
+from offbeat.decline import Plateau
 from offbeat.errors import CheckpointError, ConnectionClosedError, in_a_line
 from offbeat.flat import FlatModel
 from offbeat.roles.calls import (
@@ -311,7 +312,10 @@ class Master:
         return budget is None and self._patience.is_done()
 
     def _tell_falls(self, statuses: Sequence[Status]) -> None:
-        """Have the learning rate fall, where scores say so, at one version everywhere."""
+        """Have the learning rate fall, where scores say so, at one version everywhere; not in a run
+        that goes on with a schedule of another kind."""
+        if not isinstance(self.job.recipe.schedule, Plateau):
+            return
         self._falls.know(status.falls for status in statuses)  # they may know of more than we do
         version = self._falls.look(max(status.version for status in statuses))
         if version is not None:
