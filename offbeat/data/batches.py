@@ -298,10 +298,14 @@ def only_once(tell: Tell) -> Tell:
 
 def batch_length(batch: Batch) -> int:
     """How many examples a batch holds, by the first tensor in it that has a length."""
-    lengths = list(_lengths(batch))
-    if not lengths:
+    has_any = False
+    for length in _lengths(batch):
+        if length is not None:
+            return length
+        has_any = True
+    if not has_any:
         raise DataError(f"a batch must hold tensors; found a {type(batch).__name__} without any")
-    return next((length for length in lengths if length is not None), 1)
+    return 1
 
 
 def _lengths(batch: Batch) -> Iterator[int | None]:

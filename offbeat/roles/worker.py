@@ -165,8 +165,8 @@ class Worker:
                 self._faults.begin(self.step)
                 start_s = self._clock()
                 step = _Step(self.step, upcoming.epoch, start_s)
-                last = self._compute_step(upcoming, batches, step)
-                present = self._take_gradient(batch_length(last.batch))
+                last, count = self._compute_step(upcoming, batches, step)
+                present = self._take_gradient(count)
                 self._write_down()
                 if is_told:  # prepared while a device computes
                     upcoming = self._prepare(batches, step)
@@ -196,9 +196,9 @@ class Worker:
 
     def _compute_step(
         self, batch: StepBatch, others: Iterator[StepBatch], step: _Step
-    ) -> StepBatch:
+    ) -> tuple[StepBatch, int]:
         """Compute all batches of a step; returns the last one, whose gradient is not yet with those
-        of the others."""
+        of the others, and how many examples it holds."""
         while not batch.ends_step:
             self._compute(batch)
             count = batch_length(batch.batch)
@@ -208,8 +208,9 @@ class Worker:
             assert upcoming is not None, "a step ends with its last batch"
             batch = upcoming
         self._compute_watched(batch)
-        step.num_examples += batch_length(batch.batch)
-        return batch
+        count = batch_length(batch.batch)
+        step.num_examples += count
+        return batch, count
 
     def _prepare(self, batches: Iterator[StepBatch], step: _Step) -> StepBatch | None:
         """The next batch, if there is one; `step` is told how long that took."""
