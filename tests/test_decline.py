@@ -172,6 +172,18 @@ def test_servers_that_come_back_with_less_are_as_quick_as_before(tmp_path: Path)
     assert falls.look(50) == 81
 
 
+@pytest.mark.parametrize(("discipline", "ahead"), [("lock-free", 6), ("sync", 1)])
+def test_updates_that_are_under_way_have_their_rate(
+    tmp_path: Path, discipline: str, ahead: int
+) -> None:
+    """Without a lock as many may be as there are workers."""
+    folder, server = RunFolder(tmp_path), Told([])
+    folder.write_json(folder.falls, {"scored": [40]})
+    recipe = toy_recipe(schedule=offbeat.plateau())
+    run_master(folder, toy_job(recipe, workers=6, discipline=discipline), [server])
+    assert server.falls[0] % 10 == ahead, "beside the ten of a stride"
+
+
 class Told(ScriptedServer):
     """One that is ten updates further at each look, and was told of `falls`."""
 
@@ -185,7 +197,7 @@ class Told(ScriptedServer):
         answer, tensors = super().call(message, tensors, timeout_s)
         if message["ask"] == "status":
             self.version += 10
-            done = [0] if self.version > 100 else []
+            done = list(range(6)) if self.version > 100 else []
             answer |= {"version": self.version, "finished": done, "falls": self.falls}
         return answer, tensors
 

@@ -20,10 +20,13 @@ other servers that stood still may just have begun."""
 
 
 class Falls:
-    def __init__(self, folder: RunFolder, versions: Sequence[int] = ()) -> None:
-        self.versions = list(versions)
+    def __init__(self, folder: RunFolder, under_way: int = 1) -> None:
+        """`under_way`: how many updates may have begun that are in no version yet; each has its
+        rate."""
+        self.versions: list[int] = []
         """From each of them on the rate is lower by one step."""
         self._folder = folder
+        self._under_way = under_way
         self._seen: int | None = None
         self._strides: deque[int] = deque(maxlen=NUM_STRIDES)
 
@@ -40,6 +43,6 @@ class Falls:
             self._strides.append(version - before)
         if len(self._strides) < NUM_STRIDES or len(self._folder.read_falls()) <= len(self.versions):
             return None
-        ahead = 1 + AHEAD * max(self._strides)
+        ahead = self._under_way + AHEAD * max(self._strides)
         self.versions.append(max([version + ahead, *self.versions]))
         return self.versions[-1]

@@ -231,7 +231,8 @@ class Master:
         self._watch = watch
         self._patience = patience
         self._connect_timeout_s = connect_timeout_s
-        self._falls = Falls(folder)
+        is_locked = job.config.chosen.kind.locked
+        self._falls = Falls(folder, 1 if is_locked else job.config.workers)
         self._last_versions: list[int] = []
         self._wanted: int | None = None
         self._ahead = 1

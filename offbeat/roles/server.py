@@ -225,17 +225,17 @@ class Server:
         self._log.info("serving from version %d, epoch %d", state.version, epoch)
 
     def _fall(self, versions: Sequence[int]) -> None:
-        shard = self.shard
+        shard, begun = self.shard, self.shard.version_begun  # what has begun has its rate
         self._events.record(
             "run",
             phase="fall",
             shard=self.index,
-            version=max(versions[-1], shard.version),
+            version=max(versions[-1], begun),
             at_s=self._clock(),
         )
-        if versions[-1] < shard.version:
+        if versions[-1] < begun:
             late = "the learning rate was to fall at version %d, and does so at %d"
-            self._log.warning(late, versions[-1], shard.version)
+            self._log.warning(late, versions[-1], begun)
         shard.falls[:] = versions
 
     def _status(self) -> Status:

@@ -11,6 +11,8 @@ from rig import TRANSPORTS, Hand, Rig, in_threads, rig, wait_until
 from offbeat import SGD
 from offbeat.accounts import Account
 from offbeat.errors import ConnectionClosedError
+from offbeat.rules import Gradient
+from offbeat.run.events import read_events
 
 LOCKED = ["sync", "apply-reply", "reply-apply", "bounded"]
 
@@ -532,3 +534,15 @@ def test_an_unknown_wish_of_the_master_ends_its_call_alone(tmp_path: Path) -> No
         with pytest.raises(ConnectionClosedError, match="unknown"):
             r.server.answer({"ask": "the moon"}, {})
         assert hand.exchange(1.0).status == "applied"
+
+
+@pytest.mark.parametrize(("at", "falls_at"), [(5, 5), (0, 1)])
+def test_a_fall_that_an_update_under_way_has_missed_is_told_as_late(
+    tmp_path: Path, at: int, falls_at: int
+) -> None:
+    with rig(tmp_path, "lock-free", 1) as r:
+        r.shard.make_updater(shared=True).begin([Gradient(torch.ones(4))])
+        r.server.answer({"ask": "fall", "versions": [at]}, {})
+        r.events.flush()
+        told = [event for event in read_events(tmp_path) if event.get("phase") == "fall"]
+        assert [event["version"] for event in told] == [falls_at] and r.shard.falls == [at]
