@@ -18,6 +18,7 @@ from offbeat.errors import RecipeError
 from offbeat.flat import FlatModel
 from offbeat.report.document import percent
 from offbeat.report.write import write_report
+from offbeat.roles.norms import Meeting
 from offbeat.run.events import read_events
 from offbeat.run.job import Job
 from offbeat.towers import CPU, Towers
@@ -251,3 +252,14 @@ def test_an_embedding_with_sparse_gradients_is_clipped_as_a_dense_one() -> None:
         towers.wait()
         found.append(slot)
     assert torch.equal(*found)
+
+
+def test_a_run_whose_norms_cannot_be_joined_ends_with_what_failed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no norm today")
+
+    monkeypatch.setattr(Meeting, "look", fail)
+    with pytest.raises(offbeat.OffbeatError, match="no norm today"):
+        train(toy_recipe(), run_dir, discipline="sync", workers=2, servers=2, clip_norm=0.1)

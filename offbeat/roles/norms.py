@@ -7,12 +7,14 @@ has neither thread nor clock. Started with the master's books (run.py), where a 
 
     norms = Norms(job, network, log=log, clock=clock)
     norms.start()
+    norms.check()       # now and then: raises what it failed with
     norms.close()
 """
 
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from offbeat.clipping import joined_norm
@@ -26,6 +28,8 @@ WAIT_S = 0.2
 """How long a server that has no round to tell of may keep us waiting."""
 PAUSE_S = 0.05
 """Before a server that went away is looked for again."""
+LEAVE_S = 1.0
+"""How long a server that does not answer may keep us from leaving."""
 STARTED_ANEW_S = 1.0
 """How long a server that was started anew is waited for: gradients for its former self are lost,
 so that it may have no such round."""
@@ -118,6 +122,7 @@ class Norms:
         self._log = log
         self._clock = clock
         self._closed = threading.Event()
+        self._failure: Exception | None = None
         self._threads = [
             threading.Thread(target=self._run, args=(server,), name="norms", daemon=True)
             for server in self._servers
@@ -127,19 +132,32 @@ class Norms:
         for thread in self._threads:
             thread.start()
 
+    def check(self) -> None:
+        """Raises what a thread failed with: rounds would be held for ever."""
+        if self._failure is not None:
+            raise self._failure
+
     def close(self) -> None:
         self._closed.set()
+        deadline_s = time.monotonic() + LEAVE_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _run(self, server: RemoteServer) -> None:
-        while not self._closed.is_set():
-            asked_s = self._clock()
-            part = self._ask(server)
-            norm = self._meet(server.index, part, asked_s)
-            if part is not None and norm is not None:
-                self._tell(server, part.version, norm)
-        server.close()
+        try:
+            while not self._closed.is_set():
+                self._take_turn(server)
+        except Exception as error:  # for whoever checks
+            self._failure = self._failure or error
+        finally:
+            server.close()
+
+    def _take_turn(self, server: RemoteServer) -> None:
+        asked_s = self._clock()
+        part = self._ask(server)
+        norm = self._meet(server.index, part, asked_s)
+        if part is not None and norm is not None:
+            self._tell(server, part.version, norm)
 
     def _meet(self, index: int, part: RoundPart | None, asked_s: float) -> float | None:
         """Bring a server's part, and wait a moment for the norm of the round that it holds."""

@@ -33,6 +33,9 @@ class ClosedRound:
     orphans: list[PushRecord] = field(default_factory=list)
     """Those whose workers left meanwhile."""
 
+    def put_off(self, actions: Sequence[Action]) -> None:
+        self.events.append(lambda: actions)
+
     def part(self, here: RoundPart) -> RoundPart:
         """What a server that is `here` tells of it; waits for a device that measures."""
         norms = [] if self.norms is None else self.norms.values()

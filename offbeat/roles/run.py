@@ -309,6 +309,8 @@ class Books:
                 self._norms.close()
 
     def _look(self, statuses: Sequence[Status]) -> None:
+        if self._norms is not None:
+            self._norms.check()
         self._seen = statuses
         staleness = [number for status in statuses for number in status.staleness]
         self._watch(statuses[0].version, staleness, statuses[0].falls)

@@ -141,42 +141,58 @@ class Sessions:
         while not self.loaded.wait(POLL_S):
             if self.ledger.is_closing:
                 return None
-        with self._membership:
-            if self.ledger.is_outdated(worker, incarnation):
-                end.refuse(f"a newer worker {worker} is here already")
-                return None
-            if not self._make_way(worker):
-                end.close("this worker's former connection does not come to its end")
-                return None
-            with self._lock:
-                self._wait_for_round(worker)
-                slot = end.reply_slot
-                self._turn.order()
-                slot.mark.order()
-                known = None if self.shard.rows is None else Known()
-                version, _ = self.shard.read(slot.values, slot.floats, slot.ints, known=known)
-                in_loop = end.descriptor is not None and not self._is_large
-                session = self._sessions[worker] = Session(
-                    end,
-                    worker,
-                    incarnation,
-                    updater=self._updater(in_loop=in_loop),
-                    reply_made=threading.Condition(self._mutex) if self._is_locked else None,
-                    outbox=self.loop.outbox if in_loop else None,
-                    base=slot.values.clone() if self.shard.rule.needs_base else None,
-                    rows=self.shard.rows,
-                    known=known,
-                )
-                slot.mark.set()
-                self._turn.set()
-                settled, actions = self.ledger.join(worker, incarnation, self._clock())
-                self._carry_out(actions)
+        admitted = None
+        while admitted is None:
+            self._wait_for_round(worker)
+            with self._membership:
+                if not self._may_come(end, worker, incarnation):
+                    return None
+                with self._lock:
+                    admitted = None if self._must_wait else self._admit(end, worker, incarnation)
+        session, welcome = admitted
         self.loop.wake()
         end.attend(SessionAttendant(self, session))
-        end.welcome(WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining))
+        end.welcome(welcome)
         joined = "worker %d (incarnation %d) joined at version %d"
-        self._log.info(joined, worker, incarnation, version)
+        self._log.info(joined, worker, incarnation, welcome.version)
         return session
+
+    def _may_come(self, end: ServerEnd, worker: int, incarnation: int) -> bool:
+        """Whether no other process is this worker; if one is, whoever came is told so."""
+        if self.ledger.is_outdated(worker, incarnation):
+            end.refuse(f"a newer worker {worker} is here already")
+            return False
+        if not self._make_way(worker):
+            end.close("this worker's former connection does not come to its end")
+            return False
+        return True
+
+    def _admit(
+        self, end: ServerEnd, worker: int, incarnation: int
+    ) -> tuple[Session, WelcomeHeader]:
+        """Show it the shard as it is, and have it take part from now on."""
+        slot = end.reply_slot
+        self._turn.order()
+        slot.mark.order()
+        known = None if self.shard.rows is None else Known()
+        version, _ = self.shard.read(slot.values, slot.floats, slot.ints, known=known)
+        in_loop = end.descriptor is not None and not self._is_large
+        session = self._sessions[worker] = Session(
+            end,
+            worker,
+            incarnation,
+            updater=self._updater(in_loop=in_loop),
+            reply_made=threading.Condition(self._mutex) if self._is_locked else None,
+            outbox=self.loop.outbox if in_loop else None,
+            base=slot.values.clone() if self.shard.rule.needs_base else None,
+            rows=self.shard.rows,
+            known=known,
+        )
+        slot.mark.set()
+        self._turn.set()
+        settled, actions = self.ledger.join(worker, incarnation, self._clock())
+        self._carry_out(actions)
+        return session, WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining)
 
     def _make_way(self, worker: int) -> bool:
         """End what is left of a worker's former session; False: it takes too long."""
@@ -253,7 +269,7 @@ class Sessions:
                 session.begin(header, self._clock())
             if (held := self._held) is not None:  # the parameters are not yet those of its reply
                 session.awaits_reply = True
-                held.events.append(lambda: self.ledger.push(session.record, self.shard.version))
+                held.events.append(functools.partial(self._push_late, session))
                 return ()
             now, later = cut(self.ledger.push(session.record, self.shard.version))
             session.awaits_reply = not (now and isinstance(now[0], Dismiss))
@@ -271,12 +287,12 @@ class Sessions:
         self._turn.order()
         for index, action in enumerate(actions):
             if (held := self._held) is not None and not isinstance(action, Snapshot):
-                held.events.append(functools.partial(self._still_wanted, actions[index:]))
+                held.put_off(actions[index:])
                 break
             if isinstance(action, Apply):
                 self._apply(action.pushes)
             elif isinstance(action, Reply):
-                self._make_reply(self._sessions[action.worker])
+                self._reply_to(action.worker)
             elif isinstance(action, Snapshot):
                 action.request.snapshot = self._snapshot()
             else:
@@ -321,6 +337,12 @@ class Sessions:
             for updater in self.shard.updaters:
                 updater.mark.wait()
             return self.shard.state(self.ledger.copy_accounts())
+
+    def _reply_to(self, worker: int) -> None:
+        """Unless it has left while a round was held."""
+        session = self._sessions.get(worker)
+        if session is not None and session.awaits_reply:
+            self._make_reply(session)
 
     def _make_reply(self, session: Session) -> None:
         """Put the newest parameters into the session's slot, and make the header that goes with
@@ -427,17 +449,29 @@ class Sessions:
             else:
                 self._carry_out(event())
 
-    def _still_wanted(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Without replies to those who left meanwhile."""
-        awaiting = {worker for worker, s in self._sessions.items() if s.awaits_reply}
-        return [a for a in actions if not isinstance(a, Reply) or a.worker in awaiting]
+    def _push_late(self, session: Session) -> Sequence[Action]:
+        """What came while a round was held; nothing comes of it where its worker left meanwhile,
+        and was written down."""
+        if not session.awaits_reply:
+            return ()
+        actions = self.ledger.push(session.record, self.shard.version)
+        if actions and isinstance(actions[0], Dismiss):  # raised here it would send away the master
+            session.end.close(actions[0].reason, over=True)
+            return ()
+        return actions
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whoever comes is given the parameters of the round that it takes part in."""
+        return self._held is not None and not self.ledger.is_closing
 
     def _wait_for_round(self, worker: int) -> None:
-        """Whoever comes is given the parameters of the round that it takes part in."""
-        self._joining.add(worker)
-        while self._held is not None and not self.ledger.is_closing:
-            self._round_changed.wait(POLL_S)
-        self._joining.discard(worker)
+        """Without `_membership`, which everybody else needs meanwhile."""
+        with self._round_changed:
+            self._joining.add(worker)
+            while self._must_wait:
+                self._round_changed.wait(POLL_S)
+            self._joining.discard(worker)
 
     def _is_orphan(self, record: PushRecord) -> bool:
         """Whether a push whose worker is gone goes in all the same, and is written down then."""

@@ -1,15 +1,22 @@
 """Rounds that wait for the norm of all servers' slices: what is decided, and what workers see."""
 
+import logging
 import math
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rig import TRANSPORTS, Rig, in_threads, rig, wait_until
+from helpers import toy_job
+from rig import TIMEOUT_S, TRANSPORTS, Rig, in_threads, rig, wait_until
 
 from offbeat.clipping import ClipNorm, joined_norm
+from offbeat.errors import ConnectionClosedError
 from offbeat.roles.calls import AskRound, EndRound, RoundPart
-from offbeat.roles.norms import STARTED_ANEW_S, Meeting
+from offbeat.roles.norms import LEAVE_S, STARTED_ANEW_S, Meeting, Norms
+from offbeat.transport.inproc import InprocCallEnd, InprocNetwork
 
 PATIENCE_S = 30.0
 ALL = frozenset((0, 1))
@@ -141,6 +148,119 @@ def test_what_comes_late_is_answered_with_what_the_round_made(tmp_path: Path) ->
         made.server.answer_call(EndRound(1, 2.0))
         late = slow.reply()
         assert (late.status, late.version) == ("dropped", 1) and fast.reply().version == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_comes_late_of_a_worker_that_left_comes_to_nothing(
+    tmp_path: Path, transport: str
+) -> None:
+    options = {"backup_workers": 1}
+    clip = ClipNorm(math.inf, [4])
+    with rig(
+        tmp_path, "sync", 2, discipline_options=options, joint_clip=clip, transport=transport
+    ) as made:
+        fast, slow = made.join_all(2)
+        fast.push(1.0)
+        wait_until(lambda: round_of(made).held, "the round is closed")
+        slow.push(5.0)
+        held = made.server.sessions._held
+        wait_until(lambda: len(held.events) == 2, "it waits")
+        slow.link.close()
+        wait_until(lambda: round_of(made).present == {0}, "it has left")
+        made.server.answer_call(EndRound(1, 2.0))
+        assert fast.reply().version == 1 and made.server.failure is None
+        wait_until(lambda: len(made.pushes()) == 2, "both are written down")
+    outcomes = [(push["worker"], push["outcome"]) for push in made.pushes()]
+    assert sorted(outcomes) == [(0, "applied"), (1, "dropped")]
+
+
+def test_what_comes_late_for_the_last_round_ends_its_worker_alone(tmp_path: Path) -> None:
+    options = {"backup_workers": 1}
+    clip = ClipNorm(math.inf, [4])
+    with rig(
+        tmp_path,
+        "sync",
+        2,
+        discipline_options=options,
+        ledger_options={"budget": 1},
+        joint_clip=clip,
+    ) as made:
+        fast, slow = made.join_all(2)
+        fast.push(1.0)
+        wait_until(lambda: round_of(made).held, "the round is closed")
+        slow.push(5.0)
+        held = made.server.sessions._held
+        wait_until(lambda: len(held.events) == 2, "it waits")
+        made.server.answer_call(EndRound(1, 2.0))
+        assert fast.reply().version == 1
+        with pytest.raises(ConnectionClosedError, match="has all of its updates") as over:
+            slow.reply()
+        assert over.value.over
+
+
+def test_who_waits_for_a_round_to_come_in_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    with rig(tmp_path, "sync", 2, joint_clip=ClipNorm(math.inf, [4])) as made:
+        stays, dies = made.join_all(2)
+        stays.push(1.0)
+        dies.push(1.0)
+        wait_until(lambda: round_of(made).held, "the round is closed")
+        dies.link.close()
+        wait_until(lambda: round_of(made).present == {0}, "it has left")
+
+        def come_again() -> None:
+            assert made.join(1, incarnation=1).version == 1
+
+        def ask_and_end() -> None:
+            wait_until(lambda: round_of(made).joining == {1}, "it waits")
+            assert made.snapshot().version == 0, "answered all the same"
+            made.server.answer_call(EndRound(1, 2.0))
+
+        in_threads(come_again, ask_and_end)
+        assert stays.reply().version == 1
+
+
+class Nowhere(InprocNetwork):
+    """Whoever calls a server is told `answer`, or waits until `over`."""
+
+    def __init__(self, answer: Exception | None = None) -> None:
+        super().__init__([])
+        self.over = threading.Event()
+        self.asked = threading.Event()
+        self._answer = answer
+
+    def connect_for_calls(self, *_: Any) -> InprocCallEnd:
+        self.asked.set()
+        if self._answer is not None:
+            raise self._answer
+        assert self.over.wait(TIMEOUT_S)
+        raise ConnectionClosedError("it is over")
+
+
+def make_norms(network: Nowhere) -> Norms:
+    log = logging.Logger("test")
+    return Norms(toy_job(servers=2, clip_norm=1.0), network, log=log, clock=time.monotonic)
+
+
+def test_a_server_that_does_not_answer_keeps_nobody_from_leaving() -> None:
+    network = Nowhere()
+    norms = make_norms(network)
+    norms.start()
+    try:
+        assert network.asked.wait(TIMEOUT_S)
+        began_s = time.monotonic()
+        norms.close()
+        assert time.monotonic() - began_s < LEAVE_S + 1
+    finally:
+        network.over.set()
+
+
+def test_what_norms_fail_with_is_told() -> None:
+    norms = make_norms(Nowhere(ValueError("no such thing")))
+    norms.check()
+    norms.start()
+    norms.close()
+    with pytest.raises(ValueError, match="no such thing"):
+        norms.check()
 
 
 def test_a_server_that_stops_lets_a_round_go(tmp_path: Path) -> None:
