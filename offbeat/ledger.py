@@ -41,6 +41,8 @@ from offbeat.accounts import (
 from offbeat.disciplines import Action as DisciplineAction
 from offbeat.disciplines import Apply, Discipline, Drop, Push, Reply
 
+ABSTAINING = (DUPLICATE, STALE)
+"""Nothing comes of such a push, whatever it takes part in."""
 RECENT = 256
 """Of so many gradients the staleness is remembered, for whoever looks on."""
 
@@ -130,13 +132,20 @@ class Ledger:
     """`discipline` belongs to the ledger from here on."""
 
     def __init__(
-        self, discipline: Discipline, *, epoch: int = 0, budget: int | None = None
+        self,
+        discipline: Discipline,
+        *,
+        epoch: int = 0,
+        budget: int | None = None,
+        in_step: bool = False,
     ) -> None:
         """`epoch`: how often the server was started before. `budget`: after so many updates no
-        gradient is taken any more, and workers are told that the run is over."""
+        gradient is taken any more, and workers are told that the run is over. `in_step`: all
+        servers have the same rounds, so that a push of which nothing comes here stands for one."""
         self.discipline = discipline
         self.epoch = epoch
         self.budget = budget
+        self.in_step = in_step
         self.members: dict[int, Member] = {}
         self.finished: set[int] = set()
         """Workers that are through, whether or not they are still connected."""
@@ -229,9 +238,10 @@ class Ledger:
         self.under_way[record.worker] = record
         if record.epoch != self.epoch:
             record.outcome = STALE
-            return (Reply(record.worker),)
-        if not self._book.claim(record.worker, record.incarnation, record.sequence):
+        elif not self._book.claim(record.worker, record.incarnation, record.sequence):
             record.outcome = DUPLICATE
+        takes_turn = self.in_step and record.worker in self.discipline.present
+        if record.outcome in ABSTAINING and not takes_turn:
             return (Reply(record.worker),)
         push = Push(record.worker, record.sequence, record.base_version, version)
         return self._note(self.discipline.on_push(push))
@@ -256,7 +266,8 @@ class Ledger:
                 record.staleness = version - 1 - record.base_version
                 record.applied_s = now
                 self.recent_staleness.append(record.staleness)
-            self._settle(record)
+            if record.outcome not in ABSTAINING:
+                self._settle(record)
 
     def replied(self, record: PushRecord) -> None:
         """The reply to it is made. Only then is a dropped one settled: one whose worker is gone may
@@ -268,6 +279,10 @@ class Ledger:
         """Nothing more will become of it: the server was stopped before its round was full."""
         if record.outcome == ACCEPTED:
             record.outcome = DROPPED
+
+    def reopen(self, pushes: Sequence[Push]) -> None:
+        """The Apply of these is taken back."""
+        self.discipline.on_reopen(pushes)
 
     def tick(self, now: float) -> Sequence[Action]:
         return self._note(self.discipline.on_tick(now))
@@ -281,10 +296,10 @@ class Ledger:
         """Write down what is dropped; the rest is for whoever carries actions out."""
         kept: list[Action] = []
         for action in actions:
-            if isinstance(action, Drop):
-                self.under_way[action.push.worker].outcome = DROPPED
-            else:
+            if not isinstance(action, Drop):
                 kept.append(action)
+            elif (record := self.under_way[action.push.worker]).outcome not in ABSTAINING:
+                record.outcome = DROPPED
         return kept
 
     # -- snapshots -----------------------------------------------------------------------------

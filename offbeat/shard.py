@@ -368,6 +368,11 @@ class Updater:
         found = zip(shard.segments, present, strict=True)
         return [segment.tensor for segment, has_one in found if has_one], norms
 
+    def cancel(self, begun: "Begun") -> None:
+        """It does not go in: the next one to begin makes its version."""
+        self.shard.tickets = itertools.count(begun.version)
+        self.num_begun -= 1
+
     def end(self, begun: "Begun", norm: float | None = None) -> int:
         """The second half; `norm` is that of all servers' slices, where the shard needs it.
         Returns the version that it makes."""

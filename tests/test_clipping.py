@@ -254,6 +254,30 @@ def test_an_embedding_with_sparse_gradients_is_clipped_as_a_dense_one() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"backup_workers": 1}, {"round_timeout": 0.05}])
+def test_servers_stay_in_step_when_a_worker_comes_back(run_dir: Path, options: Any) -> None:
+    given = {"discipline": "sync", "workers": 3, "servers": 2, "steps": 200, "clip_norm": 0.1}
+    result = offbeat.train(
+        "toy:recipe",
+        run_dir=run_dir,
+        engine="local",
+        quiet=True,
+        device="cpu",
+        kill_worker="1@30",
+        **given,
+        **options,
+    )
+    norms: dict[int, dict[int, set[float]]] = {}
+    for event in read_events(result.run_dir / "events"):
+        if event["kind"] == "push" and event["version"] is not None:
+            of_version = norms.setdefault(event["version"], {})
+            of_version.setdefault(event["shard"], set()).add(event["norm"])
+    assert all(len(found) == 2 for found in norms.values())
+    assert all(len(set().union(*found.values())) == 1 for found in norms.values())
+    assert result.summary["total_time_s"] < 25, "nobody waits for --worker-timeout"
+
+
 def test_a_run_whose_norms_cannot_be_joined_ends_with_what_failed(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,18 @@ def test_a_joiner_belongs_to_the_round_it_joined_in() -> None:
     assert applied(sync.on_push(push(5, 1))) == [push(0, 2), push(1, 2), push(5, 1)]
 
 
+def test_a_round_that_nothing_came_of_is_opened_again_for_a_joiner() -> None:
+    sync = Sync(range(3))
+    for worker in (0, 1):
+        sync.on_push(push(worker))
+    closed = applied(sync.on_push(push(2)))
+    assert sync.on_leave(1) == []
+    sync.on_reopen(closed)
+    sync.on_join(1)
+    assert sync.round == 0 and applied(sync.on_push(push(1, 7))) == [push(0), push(1, 7), push(2)]
+    assert sync.round_of == dict.fromkeys(range(3), 1)
+
+
 def test_backup_workers_close_the_round_early_and_the_late_one_is_dropped_and_answered() -> None:
     sync = Sync(range(3), backup_workers=1)
     assert sync.on_push(push(2, 1)) == []

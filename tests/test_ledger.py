@@ -212,6 +212,42 @@ def test_a_push_of_another_epoch_and_one_that_came_before_are_only_answered() ->
     assert again.outcome == DUPLICATE and ledger.accounts[0].applied == 1
 
 
+@pytest.mark.parametrize(("epoch", "outcome"), [(0, DUPLICATE), (1, STALE)])
+def test_servers_in_step_have_a_push_of_which_nothing_comes_take_its_turn(
+    epoch: int, outcome: str
+) -> None:
+    ledger = make_ledger("sync", workers=2, in_step=True)
+    ledger.load({0: Account(0, 5, applied=5)})
+    for worker in (0, 1):
+        ledger.join(worker, 0)
+    idle = PushRecord(0, 0, 5, epoch=epoch)
+    assert ledger.push(idle, 0) == [], "it waits for the other one"
+    apply, *replies = ledger.push(other := PushRecord(1, 0, 1), 0)
+    assert isinstance(apply, Apply) and replies == [Reply(0), Reply(1)]
+    assert ledger.take_part(apply.pushes, 0) == [other]
+    ledger.applied(apply.pushes, 1, now=0.0)
+    assert (idle.outcome, other.outcome) == (outcome, APPLIED)
+    assert ledger.accounts[0] == Account(0, 5, applied=5)
+
+
+def test_who_leaves_before_its_turn_comes_keeps_its_outcome() -> None:
+    ledger = make_ledger("sync", workers=2, in_step=True)
+    ledger.load({0: Account(0, 5, applied=5)})
+    for worker in (0, 1):
+        ledger.join(worker, 0)
+    ledger.push(idle := PushRecord(0, 0, 5), 0)
+    assert ledger.leave(0) == [] and idle.outcome == DUPLICATE
+
+
+def test_who_is_through_takes_no_turn() -> None:
+    ledger = make_ledger("sync", workers=2, in_step=True)
+    ledger.load({0: Account(0, 5, applied=5)})
+    for worker in (0, 1):
+        ledger.join(worker, 0)
+    ledger.finish(0, 5)
+    assert ledger.push(PushRecord(0, 0, 5), 0) == (Reply(0),)
+
+
 def test_no_update_beyond_the_budget() -> None:
     ledger = make_ledger("reply-apply", 2, budget=1)
     ledger.join(0, 0), ledger.join(1, 0)

@@ -216,6 +216,13 @@ def test_a_round_is_averaged_or_summed_into_one_update() -> None:
         assert shard.params.tolist() == [expected] * 4
 
 
+def test_an_update_that_is_cancelled_leaves_nothing() -> None:
+    shard, updater = toy_shard()
+    updater.cancel(updater.begin([Gradient(torch.ones(4))]))
+    assert (shard.version, shard.version_begun, shard.params.tolist()) == (0, 0, [0.0] * 4)
+    assert updater.apply([Gradient(torch.ones(4))]) == 1
+
+
 def test_in_a_round_a_missing_gradient_counts_as_zero_unless_all_miss_it() -> None:
     shard, updater = toy_shard()
     updater.apply(

@@ -128,10 +128,10 @@ class AskRound(Call):
 
 @dataclass(frozen=True)
 class EndRound(Call):
-    """This is the norm of all of the gradient that makes this version: let it go in."""
+    """This is the norm of all of the gradient that the round of this number has: let it go in."""
 
     ask = "end_round"
-    version: int
+    number: int
     norm: float
 
 
@@ -304,21 +304,19 @@ class RoundPart:
 
     epoch: int
     present: frozenset[int]
-    """The workers that are connected."""
-    joining: frozenset[int] = frozenset()
-    """Those that wait to come in until it is no longer held."""
+    """The workers that are connected, and not through."""
     held: bool = False
     """It waits for the norm."""
-    version: int = 0
-    """The one that it makes; 0: there was none."""
+    number: int = 0
+    """Counts the rounds that were closed here, also those that were opened again; 0: none was."""
     pushes: frozenset[tuple[int, int]] = frozenset()
     """Of whom, and with which sequence number."""
     norms: Mapping[int, float] = field(default_factory=dict)
     """Of its part of each tensor, by the tensor's number."""
 
     def message(self) -> Message:
-        plain = {key: getattr(self, key) for key in ("epoch", "held", "version")}
-        sets = {key: sorted(getattr(self, key)) for key in ("present", "joining", "pushes")}
+        plain = {key: getattr(self, key) for key in ("epoch", "held", "number")}
+        sets = {key: sorted(getattr(self, key)) for key in ("present", "pushes")}
         return {**plain, **sets}
 
     def tensors(self) -> Tensors:
@@ -335,9 +333,8 @@ class RoundPart:
         return cls(
             epoch=message["epoch"],
             present=frozenset(message["present"]),
-            joining=frozenset(message["joining"]),
             held=message["held"],
-            version=message["version"],
+            number=message["number"],
             pushes=frozenset((worker, sequence) for worker, sequence in message["pushes"]),
             norms=dict(zip(*lists, strict=True)),
         )

@@ -18,19 +18,22 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
+from offbeat.roles.master import RemoteServer
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.transport.base import (
+    Message,
     Network,
     PushHeader,
     ReplyHeader,
+    Result,
     Slot,
     WelcomeHeader,
     WorkerEnd,
@@ -136,8 +139,10 @@ class Exchange:
         """Come in everywhere; returns the last step that any shard knows of. One that had reached
         some shards only when a former incarnation died is not done again: those have it, and the
         others count it as lost."""
-        for shard in range(len(self._job.slices)):
-            self._links.append(self._join(shard))
+        self._links.append(self._join(0))
+        first = self._last_round() if self._job.joins_norms else {}
+        for shard in range(1, len(self._job.slices)):
+            self._links.append(self._join(shard, **first))
         self._replies = [_reply_of(link.welcome) for link in self._links]
         done = max(reply.sequence for reply in self._replies)
         if done:
@@ -145,22 +150,33 @@ class Exchange:
         self._land()
         return done
 
-    def _join(self, shard: int) -> WorkerEnd:
+    def _last_round(self) -> Message:
+        """What the other servers are to know, so that we take part in the same rounds everywhere:
+        which one was the last at the first server, now that we are there. One that was started anew
+        does not know."""
+        server = RemoteServer(self._network, 0, self._job.agreement, self._job.layout(0))
+        part = self._keep_trying(lambda: server.round(0.0))
+        server.close()
+        is_known = part.number or not part.epoch
+        return {"last_round": [list(push) for push in part.pushes]} if is_known else {}
+
+    def _keep_trying(self, attempt: Callable[[], Result]) -> Result:
+        return keep_trying(attempt, self._connect_timeout_s, self._stop, self._clock)
+
+    def _join(self, shard: int, **more: Any) -> WorkerEnd:
         """Come in, as soon as the server lets us."""
         hello = {
             "worker": self._rank,
             "incarnation": self._incarnation,
             "shard": shard,
             **self._job.agreement,
+            **more,
         }
         lo, hi = self._job.slices[shard]
         layout = self._job.layout(shard)
         params = self._towers.landing[lo:hi]
-        made = keep_trying(
-            lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params),
-            self._connect_timeout_s,
-            self._stop,
-            self._clock,
+        made = self._keep_trying(
+            lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params)
         )
         link = encoding(made, self._codecs[shard])
         if self._towers.gradient is not None and self._job.lends_gradients:

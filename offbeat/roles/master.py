@@ -100,8 +100,8 @@ class RemoteServer:
     def round(self, wait_s: float) -> RoundPart:
         return RoundPart.read(*self._call(AskRound(wait_s)))
 
-    def end_round(self, version: int, norm: float) -> None:
-        self._call(EndRound(version, norm))
+    def end_round(self, number: int, norm: float) -> None:
+        self._call(EndRound(number, norm))
 
     def close(self) -> None:
         if self._end is not None:

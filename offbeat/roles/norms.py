@@ -39,9 +39,10 @@ class Meeting:
     """Where the servers' slices of one round meet.
 
     A round closes at every server, within the time that gradients take to arrive, since nobody
-    takes a step before all have answered. So those that are held belong together. One that has let
-    its own go in already has a push in common; and one that will never have it, since it or a
-    worker died, is left out: its part of the round is lost, and the norm is that of what goes in.
+    takes a step before all have answered, and whoever comes takes part in the same one everywhere.
+    Two slices are of one round if every worker that is in both gave the same push. A server that
+    will never have it, since it or a worker died, is left out: its part of the round is lost, and
+    the norm is that of what goes in.
     """
 
     def __init__(self, num_servers: int, patience_s: float) -> None:
@@ -52,8 +53,10 @@ class Meeting:
         self._since_s: float | None = None
         """When a held round was first seen."""
         self._asked_s: Sequence[float] = ()
-        self._joining: frozenset[int] = frozenset()
-        """The workers that come in when it is no longer held."""
+        self._seen: list[tuple[int, float]] = [(0, 0.0)] * num_servers
+        """The number of each server's last round, and when that was first seen."""
+        self.doubtful: set[int] = set()
+        """Servers that are to be asked again: they may have opened their round again."""
 
     def look(
         self, parts: Sequence[RoundPart | None], now_s: float, asked_s: Sequence[float] = ()
@@ -61,45 +64,73 @@ class Meeting:
         """What each server has, None where it cannot be reached; returns the norms to tell, by
         server. `asked_s`: when each was asked for it; none given: now."""
         self._asked_s = asked_s or [now_s] * len(parts)
+        self.doubtful.clear()
         for index, part in enumerate(parts):
-            if part is not None and self._epochs[index] is None:
-                self._epochs[index] = part.epoch
+            if part is not None:
+                self._note(index, part, now_s)
         held = {index: part for index, part in enumerate(parts) if part is not None and part.held}
         if not held:
             self._since_s = None
             return {}
         self._since_s = now_s if self._since_s is None else self._since_s
-        self._joining = frozenset().union(*(part.joining for part in held.values()))
-        found = {index: self._norm(part, parts, now_s) for index, part in held.items()}
+        found = {index: self._norm(index, part, parts, now_s) for index, part in held.items()}
         known = {index: norm for index, norm in found.items() if norm is not None}
         if known:
             self._since_s = None
             self._epochs = [None if part is None else part.epoch for part in parts]
         return known
 
+    def _note(self, index: int, part: RoundPart, now_s: float) -> None:
+        if self._epochs[index] is None:
+            self._epochs[index] = part.epoch
+        if self._seen[index][0] != part.number:
+            self._seen[index] = (part.number, now_s)
+
     def _norm(
-        self, mine: RoundPart, parts: Sequence[RoundPart | None], now_s: float
+        self, own: int, mine: RoundPart, parts: Sequence[RoundPart | None], now_s: float
     ) -> float | None:
         """That of a held round, where nobody has to be waited for."""
         slices = []
         for index, part in enumerate(parts):
-            if part is not None and (part.held or part.pushes & mine.pushes):
+            if part is not None and _is_same(part, mine):
+                if part.pushes != mine.pushes and self._doubts(own, index):
+                    return None
                 slices.append(part.norms)
             elif part is None or not self._lacks(index, part, mine, now_s):
                 return None
         return joined_norm(slices)
 
+    def _doubts(self, one: int, other: int) -> bool:
+        """Whether one of two slices was told of before the other one was there: the worker that is
+        in one only may have come to both."""
+        pairs = ((one, other), (other, one))
+        old = {index for index, its in pairs if self._asked_s[index] < self._seen[its][1]}
+        self.doubtful |= old
+        return bool(old)
+
     def _lacks(self, index: int, part: RoundPart, mine: RoundPart, now_s: float) -> bool:
-        """Whether a server will have no such round, or waits for somebody who waits for us: who
-        comes in at one server after the other, and is at the first already."""
+        """Whether a server will have no such round."""
         since_s = self._since_s or 0.0
         if self._asked_s[index] < since_s:  # the workers may have come to it since then
             return False
-        if not part.present & {w for w, _ in mine.pushes} or part.present & self._joining:
+        if not part.present & {w for w, _ in mine.pushes} or _is_past(part, mine):
             return True
         is_new = part.epoch != self._epochs[index]
         most_s = min(STARTED_ANEW_S, self._patience_s) if is_new else self._patience_s
         return now_s - since_s > most_s
+
+
+def _is_same(part: RoundPart, mine: RoundPart) -> bool:
+    """Whether two slices are of one round. One that was let go in has to have a push in common."""
+    theirs, ours = dict(part.pushes), dict(mine.pushes)
+    common = theirs.keys() & ours.keys()
+    return all(theirs[w] == ours[w] for w in common) and (part.held or bool(common))
+
+
+def _is_past(part: RoundPart, mine: RoundPart) -> bool:
+    """Whether a server is at a later step already."""
+    theirs = dict(part.pushes)
+    return any(theirs.get(worker, sequence) > sequence for worker, sequence in mine.pushes)
 
 
 class Norms:
@@ -157,7 +188,7 @@ class Norms:
         part = self._ask(server)
         norm = self._meet(server.index, part, asked_s)
         if part is not None and norm is not None:
-            self._tell(server, part.version, norm)
+            self._tell(server, part.number, norm)
 
     def _meet(self, index: int, part: RoundPart | None, asked_s: float) -> float | None:
         """Bring a server's part, and wait a moment for the norm of the round that it holds."""
@@ -169,8 +200,12 @@ class Norms:
                 self._parts[known] = _let_go(self._parts[known])
             self._changed.notify_all()
             if part is not None and part.held:
-                self._changed.wait_for(lambda: index in self._known, WAIT_S)
+                self._changed.wait_for(lambda: self._is_told(index), WAIT_S)
             return self._known.pop(index, None)
+
+    def _is_told(self, index: int) -> bool:
+        """The norm, or that it has to be asked again."""
+        return index in self._known or index in self._meeting.doubtful
 
     def _ask(self, server: RemoteServer) -> RoundPart | None:
         try:
@@ -180,9 +215,9 @@ class Norms:
             self._closed.wait(PAUSE_S)
             return None
 
-    def _tell(self, server: RemoteServer, version: int, norm: float) -> None:
+    def _tell(self, server: RemoteServer, number: int, norm: float) -> None:
         try:
-            server.end_round(version, norm)
+            server.end_round(number, norm)
         except ConnectionClosedError as error:  # its round is lost with it
             self._log.info("server %d was told no norm: %s", server.index, error)
 

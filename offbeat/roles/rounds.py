@@ -17,6 +17,8 @@ from offbeat.shard import Begun, Updater
 class ClosedRound:
     """Written under the shard's lock."""
 
+    number: int
+    """How many were closed, with this one."""
     pushes: Sequence[Push]
     records: Sequence[PushRecord]
     """Of those that make the update."""
@@ -28,8 +30,10 @@ class ClosedRound:
     """Of this slice's part of each of these tensors."""
     is_held: bool = False
     """The norm of the whole is not known yet."""
+    replies: Sequence[Action] = ()
+    """What follows when it has gone in."""
     events: list[Callable[[], Sequence[Action]]] = field(default_factory=list)
-    """What the ledger is told, and asks for, when it has gone in."""
+    """What the ledger is told, and asks for, after that."""
     orphans: list[PushRecord] = field(default_factory=list)
     """Those whose workers left meanwhile."""
 
@@ -41,7 +45,7 @@ class ClosedRound:
         norms = [] if self.norms is None else self.norms.values()
         return dataclasses.replace(
             here,
-            version=0 if self.begun is None else self.begun.version,
+            number=self.number,
             pushes=frozenset((push.worker, push.sequence) for push in self.pushes),
             norms=dict(zip(self.tensors, norms, strict=True)),
         )

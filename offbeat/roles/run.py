@@ -77,7 +77,12 @@ class ServerRole(Role):
         self._context = context
         self.server = Server(
             job.make_shard(index),
-            Ledger(job.make_discipline(), epoch=context.generation, budget=job.budget),
+            Ledger(
+                job.make_discipline(),
+                epoch=context.generation,
+                budget=job.budget,
+                in_step=job.joins_norms,
+            ),
             context.listener,
             index=index,
             agreement=job.agreement,

@@ -144,7 +144,8 @@ class Server:
                         end.answer_calls(self.answer, POLL_S)
                 else:
                     end = decoding(end, self._make_codec(), self._log.warning)
-                    self.sessions.serve(end, hello["worker"], hello["incarnation"])
+                    last = dict(hello["last_round"]) if "last_round" in hello else None
+                    self.sessions.serve(end, hello["worker"], hello["incarnation"], last)
             end.close(self.reason, over=self.is_stopping and self._ends_run)
         except ConnectionClosedError as error:
             end.close(str(error), over=error.over)
@@ -156,7 +157,9 @@ class Server:
         """Whether the two sides mean the same; if not, the other one is told why and sent away."""
         match hello:
             case {"fingerprint": str(theirs), "worker": int(w), "incarnation": int(i)} if (
-                0 <= w < MAX_NUMBERS and 0 <= i < MAX_NUMBERS
+                0 <= w < MAX_NUMBERS
+                and 0 <= i < MAX_NUMBERS
+                and _are_pairs(hello.get("last_round", []))
             ):
                 shards = self._agreement.get("num_shards")
                 same_shards = hello.get("num_shards", shards) == shards
@@ -200,8 +203,8 @@ class Server:
             case AskRound(wait_s):
                 part = self.sessions.ask_round(min(wait_s, POLL_S))
                 return part.message(), part.tensors()
-            case EndRound(version, norm):
-                self.sessions.end_round(version, norm)
+            case EndRound(number, norm):
+                self.sessions.end_round(number, norm)
             case Newest(after):
                 return self._newest(after)
             case Show() if self.sessions.loaded.is_set():
@@ -263,3 +266,10 @@ class Server:
         values = taken.tensors.get("ema", taken.tensors["params"])
         buffers = {k: v for k, v in taken.tensors.items() if k in ("floats", "ints")}
         return {"over": over, "version": taken.version}, {"values": values, **buffers}
+
+
+def _are_pairs(said: object) -> bool:
+    """Of whole numbers."""
+    return isinstance(said, list) and all(
+        isinstance(pair, list) and [type(number) for number in pair] == [int, int] for pair in said
+    )

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from offbeat.accounts import REJECTED
@@ -76,8 +76,7 @@ class Sessions:
         self._round: ClosedRound | None = None
         self._round_changed = threading.Condition(self._mutex)
         """A round was closed, or has gone in."""
-        self._joining: set[int] = set()
-        """Who waits for that, to come in."""
+        self._num_rounds = 0
         self._membership = threading.Condition()
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
@@ -120,9 +119,16 @@ class Sessions:
 
     # -- a worker comes and goes ---------------------------------------------------------------
 
-    def serve(self, end: ServerEnd, worker: int, incarnation: int) -> None:
-        """A session's thread, until the worker leaves or the server stops."""
-        session = self._join(end, worker, incarnation)
+    def serve(
+        self,
+        end: ServerEnd,
+        worker: int,
+        incarnation: int,
+        told: Mapping[int, int] | None = None,
+    ) -> None:
+        """A session's thread, until the worker leaves or the server stops. `told`: which pushes
+        the last round had at the server where the worker came in first; None: this is it."""
+        session = self._join(end, worker, incarnation, told)
         if session is None:
             return
         try:
@@ -137,18 +143,21 @@ class Sessions:
         finally:
             self._leave(session)
 
-    def _join(self, end: ServerEnd, worker: int, incarnation: int) -> Session | None:
+    def _join(
+        self, end: ServerEnd, worker: int, incarnation: int, told: Mapping[int, int] | None
+    ) -> Session | None:
         while not self.loaded.wait(POLL_S):
             if self.ledger.is_closing:
                 return None
         admitted = None
         while admitted is None:
-            self._wait_for_round(worker)
+            self._wait_for_round(told)
             with self._membership:
                 if not self._may_come(end, worker, incarnation):
                     return None
                 with self._lock:
-                    admitted = None if self._must_wait else self._admit(end, worker, incarnation)
+                    if not self._must_wait(told):
+                        admitted = self._admit(end, worker, incarnation)
         session, welcome = admitted
         self.loop.wake()
         end.attend(SessionAttendant(self, session))
@@ -170,7 +179,9 @@ class Sessions:
     def _admit(
         self, end: ServerEnd, worker: int, incarnation: int
     ) -> tuple[Session, WelcomeHeader]:
-        """Show it the shard as it is, and have it take part from now on."""
+        """Show it the shard as it is, and have it take part from now on; also in a round that is
+        held."""
+        reopened = self._reopen()
         slot = end.reply_slot
         self._turn.order()
         slot.mark.order()
@@ -192,6 +203,7 @@ class Sessions:
         self._turn.set()
         settled, actions = self.ledger.join(worker, incarnation, self._clock())
         self._carry_out(actions)
+        self._go_on(reopened)
         return session, WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining)
 
     def _make_way(self, worker: int) -> bool:
@@ -291,6 +303,9 @@ class Sessions:
                 break
             if isinstance(action, Apply):
                 self._apply(action.pushes)
+                if (held := self._held) is not None:
+                    held.replies = actions[index + 1 :]
+                    break
             elif isinstance(action, Reply):
                 self._reply_to(action.worker)
             elif isinstance(action, Snapshot):
@@ -399,7 +414,8 @@ class Sessions:
     def _close_round(self, updater: Updater, pushes: Sequence[Push]) -> None:
         """Begin an update, which `end_round` ends; nothing is decided in between."""
         records = self.ledger.take_part(pushes, self.shard.version)
-        self._round = ClosedRound(pushes, records, updater)
+        self._num_rounds += 1
+        self._round = ClosedRound(self._num_rounds, pushes, records, updater)
         if gradients := self._gradients_of(records):
             self._round.begun = begun = updater.begin(gradients)
             self._round.tensors, self._round.norms = updater.measure(begun)
@@ -415,28 +431,27 @@ class Sessions:
             found, ledger = self._round, self.ledger
             here = RoundPart(
                 ledger.epoch,
-                present=frozenset(ledger.members),
-                joining=frozenset(self._joining),
+                present=frozenset(w for w, m in ledger.members.items() if not m.is_finished),
                 held=self._held is not None,
             )
         return here if found is None else found.part(here)
 
-    def end_round(self, version: int, norm: float) -> None:
-        """The round that makes this version goes in; said again, that changes nothing."""
+    def end_round(self, number: int, norm: float) -> None:
+        """The round of this number goes in; said again, that changes nothing."""
         with self._lock:
             held = self._held
-            if held is None or held.begun is None or held.begun.version != version:
+            if held is None or held.begun is None or held.number != number:
                 return
             held.is_held = False
             self._turn.order()
-            held.updater.end(held.begun, norm)
+            version = held.updater.end(held.begun, norm)
             self._turn.set()
             for record in held.records:
                 record.lr, record.norm = held.updater.lr, lambda: norm
             self.ledger.applied(held.pushes, version, self._clock())
-            for record in held.orphans:
-                self._events.record_line(record.event_line, self._index)
+            self._write_orphans(held)
             self._carry_out(self.ledger.due(version))
+            self._carry_out(held.replies)
             self._go_on(held.events)
             self._round_changed.notify_all()
         self._ring()
@@ -460,18 +475,36 @@ class Sessions:
             return ()
         return actions
 
-    @property
-    def _must_wait(self) -> bool:
-        """Whoever comes is given the parameters of the round that it takes part in."""
-        return self._held is not None and not self.ledger.is_closing
+    def _must_wait(self, told: Mapping[int, int] | None) -> bool:
+        """Whoever comes takes part in the same round at all servers, and is given its parameters.
+        So one that is held has to go in first: always where a worker comes in first, and elsewhere
+        if it was over there; if not, the worker is in it there."""
+        held = self._held
+        if held is None or self.ledger.is_closing:
+            return False
+        if told is None or not self.ledger.discipline.reopens:
+            return True
+        return any(told.get(push.worker, -1) >= push.sequence for push in held.pushes)
 
-    def _wait_for_round(self, worker: int) -> None:
+    def _wait_for_round(self, told: Mapping[int, int] | None) -> None:
         """Without `_membership`, which everybody else needs meanwhile."""
         with self._round_changed:
-            self._joining.add(worker)
-            while self._must_wait:
+            while self._must_wait(told):
                 self._round_changed.wait(POLL_S)
-            self._joining.discard(worker)
+
+    def _reopen(self) -> Sequence[Callable[[], Sequence[Action]]]:
+        """Take back that a round was closed, since nothing has come of that yet; returns what came
+        meanwhile. Who left is not in it any more."""
+        held = self._held
+        if held is None or held.begun is None or self.ledger.is_closing:
+            return ()
+        held.is_held = False
+        held.updater.cancel(held.begun)
+        self.ledger.reopen(held.pushes)
+        self._write_orphans(held)
+        self._round = None
+        self._round_changed.notify_all()
+        return held.events
 
     def _is_orphan(self, record: PushRecord) -> bool:
         """Whether a push whose worker is gone goes in all the same, and is written down then."""
@@ -489,7 +522,11 @@ class Sessions:
         with self._mutex:
             if (held := self._held) is not None:
                 held.is_held = False
-                for record in held.orphans:
-                    self.ledger.abandon(record)
-                    self._events.record_line(record.event_line, self._index)
+                self._write_orphans(held)
             self._round_changed.notify_all()
+
+    def _write_orphans(self, held: ClosedRound) -> None:
+        """The round has gone in, or does not."""
+        for record in held.orphans:
+            self.ledger.abandon(record)
+            self._events.record_line(record.event_line, self._index)

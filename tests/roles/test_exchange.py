@@ -18,12 +18,14 @@ from torch import Tensor
 from offbeat.accounts import APPLIED, DROPPED
 from offbeat.errors import ConnectionClosedError
 from offbeat.plugins import Choice
+from offbeat.roles.calls import AskRound, RoundPart, is_a
 from offbeat.roles.exchange import Exchange
 from offbeat.run.events import EventLog, read_events
 from offbeat.run.job import Job
 from offbeat.transport.base import (
     CallEnd,
     Layout,
+    Message,
     Network,
     PushHeader,
     ReplyHeader,
@@ -88,21 +90,38 @@ class ScriptedLink(WorkerEnd):
         self.is_closed = True
 
 
+class ScriptedCalls(CallEnd):
+    def __init__(self, part: RoundPart) -> None:
+        self._part = part
+
+    def call(self, message: Message, *_: Any) -> tuple[Message, dict[str, Tensor]]:
+        assert is_a(AskRound, message)
+        return self._part.message(), dict(self._part.tensors())
+
+    def close(self) -> None:
+        pass
+
+
 class ScriptedLinks(Network):
     """For each shard its links, in the order in which they are asked for."""
 
     def __init__(self, *links: list[ScriptedLink]) -> None:
         self._links = [list(of_shard) for of_shard in links]
+        self.hellos: list[Message] = []
+        self.last_round: RoundPart | None = None
+        """Of the first server; None: nobody is to ask for it."""
 
     def connect(
         self, shard: int, hello: Any, layout: Layout, timeout_s: float, params: Tensor
     ) -> WorkerEnd:
+        self.hellos.append(hello)
         link = self._links[shard].pop(0)
         link.open(layout)
         return link
 
-    def connect_for_calls(self, *args: Any) -> CallEnd:
-        raise AssertionError
+    def connect_for_calls(self, shard: int, *args: Any) -> CallEnd:
+        assert shard == 0 and self.last_round is not None and len(self.hellos) == 1
+        return ScriptedCalls(self.last_round)
 
 
 class Place:
@@ -538,3 +557,17 @@ def test_a_new_connection_brings_every_row(rigged: Any) -> None:
     assert made.landed() == [{5.0}, {2.0}]
     (header, payload), (header_again, payload_again) = broken.pushed[0], again.pushed[0]
     assert (header.num_rows, payload) == (header_again.num_rows, payload_again)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "number", "told"), [(0, 4, [[0, 7]]), (1, 4, [[0, 7]]), (0, 0, []), (1, 0, None)]
+)
+def test_where_norms_are_joined_later_servers_are_told_the_last_round_of_the_first(
+    rigged: Any, epoch: int, number: int, told: list[list[int]] | None
+) -> None:
+    links = [[ScriptedLink(1.0, welcome(3))] for _ in range(3)]
+    made = rigged(*links, discipline="sync", clip_norm=1.0)
+    pushes = frozenset([(0, 7)]) if number else frozenset()
+    made.network.last_round = RoundPart(epoch, frozenset(), number=number, pushes=pushes)
+    made.exchange.join()
+    assert [hello.get("last_round") for hello in made.network.hellos] == [None, told, told]

@@ -4,6 +4,8 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ ALL = frozenset((0, 1))
 
 def part(*steps: int, held: bool = True, norm: float = 3.0, **more: object) -> RoundPart:
     """Of a round that every worker gave its gradient of these steps to, the first's first."""
-    given = {"epoch": 0, "present": ALL, "held": held, "norms": {0: norm}, **more}
-    return RoundPart(pushes=frozenset(enumerate(steps)), version=1, **given)  # type: ignore
+    given = {"epoch": 0, "present": ALL, "held": held, "norms": {0: norm}, "number": sum(steps)}
+    return RoundPart(pushes=frozenset(enumerate(steps)), **{**given, **more})  # type: ignore
 
 
 def test_a_norm_is_known_when_every_server_has_its_part() -> None:
@@ -37,11 +39,28 @@ def test_a_norm_is_known_when_every_server_has_its_part() -> None:
 
 
 def test_what_a_server_let_go_in_already_counts() -> None:
-    """As when the master died between two servers; or a worker that came back takes part in this
-    round at one, and in the next at another."""
+    """As when the master died between two servers."""
     meeting = Meeting(2, PATIENCE_S)
     assert meeting.look([part(5, 5), part(5, 5, held=False, norm=4.0)], 0.0) == {0: 5.0}
-    assert meeting.look([part(6, 7), part(6, 6, held=False, norm=4.0)], 0.0) == {0: 5.0}
+    assert meeting.look([part(5, 5), part(5, held=False, norm=4.0)], 0.0) == {0: 5.0}
+
+
+def test_slices_of_different_rounds_never_meet() -> None:
+    meeting = Meeting(2, PATIENCE_S)
+    assert meeting.look([part(6, 7), part(6, 6, held=False)], 0.0) == {}
+    assert meeting.look([part(6, 6), part(7, 6)], 1.0) == {0: 3.0}, "the other one is past it"
+    assert meeting.look([None, part(7, 6)], 1.1) == {}
+
+
+def test_who_tells_of_a_round_without_somebody_is_asked_again() -> None:
+    """It may have been opened again, for a worker that came."""
+    meeting = Meeting(2, PATIENCE_S)
+    assert meeting.look([None, part(5)], 1.0, [0.9, 0.9]) == {}
+    assert meeting.look([part(5, 5, norm=4.0), part(5)], 2.0, [1.9, 0.9]) == {}
+    assert meeting.doubtful == {1}
+    assert meeting.look([part(5, 5, norm=4.0), part(held=False)], 2.1, [1.9, 2.0]) == {}
+    again = part(5, 5, number=7)
+    assert meeting.look([part(5, 5, norm=4.0), again], 2.2, [1.9, 2.1]) == {0: 5.0, 1: 5.0}
 
 
 def test_nobody_waits_for_a_server_that_will_not_have_the_round() -> None:
@@ -49,7 +68,6 @@ def test_nobody_waits_for_a_server_that_will_not_have_the_round() -> None:
     before = part(4, 4, held=False)
     assert meeting.look([part(5, 5), part(4, 4, held=False, present=frozenset([2]))], 0) == {0: 3.0}
     assert meeting.look([part(5, 5), before], 0.0) == {}
-    assert meeting.look([part(5, 5, joining=frozenset([1])), before], 0.1) == {0: 3.0}
     assert meeting.look([part(5, 5), before], 10.0) == {}
     assert meeting.look([part(5, 5), before], 10.0 + PATIENCE_S + 1) == {0: 3.0}
 
@@ -96,7 +114,7 @@ def test_a_round_goes_in_when_its_norm_is_told(tmp_path: Path, transport: str) -
                 hand.push(torch.tensor([1.0, 2.0, 2.0, 4.0]))
             wait_until(lambda: round_of(made).held, "the round is closed")
             found = round_of(made)
-            assert (found.version, found.norms) == (step, {0: 3.0, 1: 4.0})
+            assert (found.number, found.norms) == (step, {0: 3.0, 1: 4.0})
             assert found.pushes == {(0, step), (1, step)} and not hands[0].has_reply()
             made.server.answer_call(EndRound(step - 1, 7.0))  # of another round: nothing happens
             made.server.answer_call(EndRound(step, 10.0))
@@ -124,7 +142,6 @@ def test_who_dies_in_a_round_that_is_closed_is_in_it(tmp_path: Path, transport: 
             assert made.join(1, incarnation=1).version == 1, "what the round made"
 
         def end() -> None:
-            wait_until(lambda: round_of(made).joining == {1}, "it waits")
             made.server.answer_call(EndRound(1, 2.0))
 
         in_threads(come_again, end)
@@ -134,6 +151,129 @@ def test_who_dies_in_a_round_that_is_closed_is_in_it(tmp_path: Path, transport: 
         made.close()
     outcomes = {push["worker"]: (push["outcome"], push["norm"]) for push in made.pushes()}
     assert outcomes == {0: ("applied", 2.0), 1: ("applied", 2.0)}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_comes_back_is_in_the_same_round_at_every_server(
+    tmp_path: Path, transport: str
+) -> None:
+    """It died when its gradient was at the second server, and another one's on its way to the
+    first."""
+    with two_rigs(tmp_path, 3, transport=transport) as rigs:
+        first, second = rigs
+        hands = [made.join_all(3) for made in rigs]
+        for hand in (hands[0][0], *hands[1]):
+            hand.push(torch.tensor([0.0, 0.0, 3.0, 4.0]))
+        wait_until(lambda: round_of(second).held, "the round is closed there")
+        for of_server in hands:
+            of_server[2].link.close()
+        for made in rigs:
+            wait_until(lambda made=made: round_of(made).present == {0, 1}, "it has left")
+        hands[0][2] = first.join(2, incarnation=1)
+        last = [list(push) for push in round_of(first, 0.0).pushes]
+        hands[1][2] = second.join(2, incarnation=1, last_round=last)
+        assert (hands[1][2].version, second.shard.version_begun) == (0, 0)
+        assert hands[1][2].link.welcome.settled_sequence == 0, "what it pushed is not in"
+        assert not round_of(second, 0.0).held
+        for hand in (hands[0][1], hands[0][2], hands[1][2]):
+            hand.push(torch.tensor([0.0, 0.0, 3.0, 4.0]))
+        told = meet(rigs)
+        assert told[0] == told[1] > 0
+        assert [hand.reply().version for of_server in hands for hand in of_server] == [1] * 6
+    torch.testing.assert_close(first.shard.params, second.shard.params)
+    outcomes = [(push["worker"], push["incarnation"], push["outcome"]) for push in second.pushes()]
+    assert sorted(outcomes) == [
+        (0, 0, "applied"),
+        (1, 0, "applied"),
+        (2, 0, "dropped"),
+        (2, 1, "applied"),
+    ]
+
+
+def test_who_comes_back_after_a_round_at_the_first_server_waits_for_it_at_others(
+    tmp_path: Path,
+) -> None:
+    with rig(tmp_path, "sync", 2, joint_clip=ClipNorm(math.inf, [4])) as made:
+        stays, dies = made.join_all(2)
+        stays.push(1.0)
+        dies.push(1.0)
+        wait_until(lambda: round_of(made).held, "the round is closed")
+        dies.link.close()
+
+        def come_again() -> None:
+            assert made.join(1, incarnation=1, last_round=[[0, 1]]).version == 1
+
+        in_threads(come_again, lambda: made.server.answer_call(EndRound(1, 2.0)) and None)
+        assert stays.reply().version == 1
+
+
+def test_what_came_late_is_in_time_when_its_round_is_opened_again(tmp_path: Path) -> None:
+    options = {"backup_workers": 1}
+    clip = ClipNorm(math.inf, [4])
+    with rig(tmp_path, "sync", 2, discipline_options=options, joint_clip=clip) as made:
+        fast, slow = made.join_all(2)
+        fast.push(1.0)
+        wait_until(lambda: round_of(made).held, "the round is closed")
+        slow.push(3.0)
+        wait_until(lambda: bool(made.server.sessions._held.events), "it waits")
+        made.join(2, last_round=[])
+        wait_until(lambda: round_of(made).held, "the round is closed again")
+        assert round_of(made).pushes == {(0, 1), (1, 1)}
+        made.server.answer_call(EndRound(1, 9.0))  # of what was closed at first: nothing happens
+        assert not fast.has_reply()
+        made.server.answer_call(EndRound(2, 2.0))
+        assert [hand.reply().version for hand in (fast, slow)] == [1, 1]
+
+
+def test_a_hello_that_tells_of_no_round_is_none(tmp_path: Path) -> None:
+    with rig(tmp_path, "sync", 1, joint_clip=ClipNorm(math.inf, [4])) as made:
+        with pytest.raises(ConnectionClosedError, match="no hello"):
+            made.join(0, last_round=[[0, "a"]])
+        made.join(0, last_round=[[0, 1]])
+
+
+def test_what_one_server_has_already_stands_for_its_round_there(tmp_path: Path) -> None:
+    with two_rigs(tmp_path, 2, ledger_options={"in_step": True}) as rigs:
+        hands = [made.join_all(2) for made in rigs]
+        for hand in hands[0]:
+            hand.push(1.0)
+        wait_until(lambda: round_of(rigs[0]).held, "the round is closed")
+        rigs[0].server.answer_call(EndRound(1, 2.0))
+        assert [hand.reply().version for hand in hands[0]] == [1, 1]
+        hands[0][1].sequence = 0
+        hands[0][0].push(1.0)
+        hands[0][1].push(1.0)  # again
+        hands[1][0].sequence = 1
+        hands[1][0].push(1.0)
+        hands[1][1].push(1.0)
+        told = meet(rigs)
+        assert told[0] == told[1]
+        replies = [hand.reply() for of_server in hands for hand in of_server]
+        assert [reply.status for reply in replies] == ["applied", "duplicate", "applied", "applied"]
+
+
+@contextmanager
+def two_rigs(folder: Path, num_workers: int, **options: Any) -> Iterator[list[Rig]]:
+    folders = [folder / "first", folder / "second"]
+    with ExitStack() as stack:
+        rigs = []
+        for each in folders:
+            each.mkdir()
+            clip = ClipNorm(math.inf, [4])
+            made = rig(each, "sync", num_workers, joint_clip=clip, **options)
+            rigs.append(stack.enter_context(made))
+        yield rigs
+
+
+def meet(rigs: Sequence[Rig]) -> dict[int, float]:
+    """Have the servers told the norm of the round that all of them hold."""
+    for made in rigs:
+        wait_until(lambda made=made: round_of(made).held, "the round is closed")
+    parts = [round_of(made) for made in rigs]
+    told = Meeting(len(rigs), PATIENCE_S).look(parts, 0.0)
+    for index, norm in told.items():
+        rigs[index].server.answer_call(EndRound(parts[index].number, norm))
+    return told
 
 
 def test_what_comes_late_is_answered_with_what_the_round_made(tmp_path: Path) -> None:
@@ -164,7 +304,7 @@ def test_what_comes_late_of_a_worker_that_left_comes_to_nothing(
         wait_until(lambda: round_of(made).held, "the round is closed")
         slow.push(5.0)
         held = made.server.sessions._held
-        wait_until(lambda: len(held.events) == 2, "it waits")
+        wait_until(lambda: len(held.events) == 1, "it waits")
         slow.link.close()
         wait_until(lambda: round_of(made).present == {0}, "it has left")
         made.server.answer_call(EndRound(1, 2.0))
@@ -190,7 +330,7 @@ def test_what_comes_late_for_the_last_round_ends_its_worker_alone(tmp_path: Path
         wait_until(lambda: round_of(made).held, "the round is closed")
         slow.push(5.0)
         held = made.server.sessions._held
-        wait_until(lambda: len(held.events) == 2, "it waits")
+        wait_until(lambda: len(held.events) == 1, "it waits")
         made.server.answer_call(EndRound(1, 2.0))
         assert fast.reply().version == 1
         with pytest.raises(ConnectionClosedError, match="has all of its updates") as over:
@@ -198,7 +338,9 @@ def test_what_comes_late_for_the_last_round_ends_its_worker_alone(tmp_path: Path
         assert over.value.over
 
 
-def test_who_waits_for_a_round_to_come_in_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+def test_who_waits_for_a_round_to_come_in_keeps_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with rig(tmp_path, "sync", 2, joint_clip=ClipNorm(math.inf, [4])) as made:
         stays, dies = made.join_all(2)
         stays.push(1.0)
@@ -210,8 +352,16 @@ def test_who_waits_for_a_round_to_come_in_keeps_nobody_else_waiting(tmp_path: Pa
         def come_again() -> None:
             assert made.join(1, incarnation=1).version == 1
 
+        waits, wait_for_round = threading.Event(), made.server.sessions._wait_for_round
+
+        def wait_as_ever(told: None) -> None:
+            waits.set()
+            wait_for_round(told)
+
+        monkeypatch.setattr(made.server.sessions, "_wait_for_round", wait_as_ever)
+
         def ask_and_end() -> None:
-            wait_until(lambda: round_of(made).joining == {1}, "it waits")
+            assert waits.wait(TIMEOUT_S)
             assert made.snapshot().version == 0, "answered all the same"
             made.server.answer_call(EndRound(1, 2.0))
 

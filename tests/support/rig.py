@@ -189,8 +189,10 @@ class Rig:
         state = ShardState(version=0, tensors={"params": torch.zeros(total)}, accounts={})
         self.server.load(state)
 
-    def join(self, worker: int, fingerprint: str = "same", incarnation: int = 0) -> Hand:
-        hello = {"worker": worker, "incarnation": incarnation, "fingerprint": fingerprint}
+    def join(
+        self, worker: int, fingerprint: str = "same", incarnation: int = 0, **more: Any
+    ) -> Hand:
+        hello = {"worker": worker, "incarnation": incarnation, "fingerprint": fingerprint, **more}
         link = encoding(knock(self.listener, hello, self.layout), self.make_codec())
         self.hands.append(Hand(link, worker, incarnation))
         return self.hands[-1]
