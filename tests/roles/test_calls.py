@@ -30,7 +30,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"ask": "show"},
     {"ask": "fall", "versions": [120, 300]},
     {"ask": "round", "wait_s": 0.5},
-    {"ask": "end_round", "version": 8, "norm": 1.5},
+    {"ask": "end_round", "number": 8, "norm": 1.5},
     {"ask": "about"},
     {"ask": "config"},
     {"ask": "config", "rank": 0},
