@@ -23,6 +23,8 @@ from offbeat.shard import ShardState
 from offbeat.transport.base import Message
 
 Tensors = Mapping[str, Tensor]
+PAIRS = ("waiting", "answered", "pushes")
+"""What a RoundPart has of workers and their sequence numbers."""
 
 
 class Call:
@@ -305,6 +307,10 @@ class RoundPart:
     epoch: int
     present: frozenset[int]
     """The workers that are connected, and not through."""
+    waiting: frozenset[tuple[int, int]] = frozenset()
+    """Of these, who waits for the reply to which push."""
+    answered: frozenset[tuple[int, int]] = frozenset()
+    """And who does not, and which push is the last that is settled."""
     held: bool = False
     """It waits for the norm."""
     number: int = 0
@@ -316,7 +322,7 @@ class RoundPart:
 
     def message(self) -> Message:
         plain = {key: getattr(self, key) for key in ("epoch", "held", "number")}
-        sets = {key: sorted(getattr(self, key)) for key in ("present", "pushes")}
+        sets = {key: sorted(getattr(self, key)) for key in ("present", *PAIRS)}
         return {**plain, **sets}
 
     def tensors(self) -> Tensors:
@@ -335,8 +341,8 @@ class RoundPart:
             present=frozenset(message["present"]),
             held=message["held"],
             number=message["number"],
-            pushes=frozenset((worker, sequence) for worker, sequence in message["pushes"]),
             norms=dict(zip(*lists, strict=True)),
+            **{key: frozenset((w, sequence) for w, sequence in message[key]) for key in PAIRS},
         )
 
 

@@ -113,7 +113,9 @@ class Meeting:
         since_s = self._since_s or 0.0
         if self._asked_s[index] < since_s:  # the workers may have come to it since then
             return False
-        if not part.present & {w for w, _ in mine.pushes} or _is_past(part, mine):
+        if not part.present & {w for w, _ in mine.pushes}:
+            return True
+        if _is_past(part, mine) or _is_idle(part, mine):
             return True
         is_new = part.epoch != self._epochs[index]
         most_s = min(STARTED_ANEW_S, self._patience_s) if is_new else self._patience_s
@@ -131,6 +133,13 @@ def _is_past(part: RoundPart, mine: RoundPart) -> bool:
     """Whether a server is at a later step already."""
     theirs = dict(part.pushes)
     return any(theirs.get(worker, sequence) > sequence for worker, sequence in mine.pushes)
+
+
+def _is_idle(part: RoundPart, mine: RoundPart) -> bool:
+    """Whether everybody at a server was answered there, and waits for us: what is late there may be
+    in time here, and those who were in time there have left."""
+    answered, waiting = dict(part.answered), dict(mine.waiting)
+    return all(w in waiting and answered.get(w, -1) >= waiting[w] for w in part.present)
 
 
 class Norms:

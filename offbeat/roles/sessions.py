@@ -428,13 +428,24 @@ class Sessions:
         """The last round here, as soon as it waits for its norm; after `wait_s` in any case."""
         with self._round_changed:
             self._round_changed.wait_for(lambda: self._held or self.ledger.is_closing, wait_s)
-            found, ledger = self._round, self.ledger
-            here = RoundPart(
-                ledger.epoch,
-                present=frozenset(w for w, m in ledger.members.items() if not m.is_finished),
-                held=self._held is not None,
-            )
+            found, here = self._round, self._who_is_here()
         return here if found is None else found.part(here)
+
+    def _who_is_here(self) -> RoundPart:
+        ledger, accounts = self.ledger, self.ledger.accounts
+        present = frozenset(w for w, m in ledger.members.items() if not m.is_finished)
+        here = [s for s in list(self._sessions.values()) if s.worker in present]  # one may leave
+        return RoundPart(
+            ledger.epoch,
+            present=present,
+            waiting=frozenset((s.worker, s.record.sequence) for s in here if s.awaits_reply),
+            answered=frozenset(
+                (s.worker, accounts[s.worker].sequence if s.worker in accounts else 0)
+                for s in here
+                if not s.awaits_reply
+            ),
+            held=self._held is not None,
+        )
 
     def end_round(self, number: int, norm: float) -> None:
         """The round of this number goes in; said again, that changes nothing."""

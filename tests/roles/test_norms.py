@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_nobody_waits_for_a_server_that_will_not_have_the_round() -> None:
     assert meeting.look([part(5, 5), before], 0.0) == {}
     assert meeting.look([part(5, 5), before], 10.0) == {}
     assert meeting.look([part(5, 5), before], 10.0 + PATIENCE_S + 1) == {0: 3.0}
+
+
+def test_nobody_waits_for_a_server_whose_workers_all_wait_elsewhere() -> None:
+    """It dropped what is in time here, and who was in time there has left."""
+    meeting = Meeting(2, PATIENCE_S)
+    mine = part(5, 5, waiting=frozenset([(0, 5), (1, 5)]))
+    before = part(4, held=False, answered=frozenset([(0, 5)]))
+    assert meeting.look([mine, before], 0.0) == {}
+    assert meeting.look([mine, replace(before, answered=mine.pushes)], 0.1) == {0: 3.0}
 
 
 def test_who_was_not_there_when_a_server_was_asked_last_may_have_come_since() -> None:
@@ -175,6 +185,8 @@ def test_who_comes_back_is_in_the_same_round_at_every_server(
         assert (hands[1][2].version, second.shard.version_begun) == (0, 0)
         assert hands[1][2].link.welcome.settled_sequence == 0, "what it pushed is not in"
         assert not round_of(second, 0.0).held
+        assert round_of(second, 0.0).waiting == {(0, 1), (1, 1)}
+        assert round_of(second, 0.0).answered == {(2, 0)}
         for hand in (hands[0][1], hands[0][2], hands[1][2]):
             hand.push(torch.tensor([0.0, 0.0, 3.0, 4.0]))
         told = meet(rigs)
