@@ -81,8 +81,6 @@ class Discipline(Plugin, ABC):
     """Whether an update may be made out of several gradients."""
     locked: ClassVar[bool] = True
     """Whether the server must keep events and actions of different workers apart."""
-    reopens: ClassVar[bool] = False
-    """Whether it can take an Apply back that was not carried out: `on_reopen`."""
     exact: ClassVar[bool] = True
     """Whether every version can be had as it was when asked for before it is there."""
 
@@ -116,10 +114,6 @@ class Discipline(Plugin, ABC):
         """`worker` is gone: finished, dead or declared so. It waits for no reply any more."""
         self.present.discard(worker)
         return []
-
-    def on_reopen(self, pushes: Sequence[Push]) -> None:
-        """The last Apply, of these, and what followed it are taken back; nothing came since."""
-        raise NotImplementedError(f"{type(self).__name__} takes nothing back")
 
     def on_tick(self, now: float) -> list[Action]:
         """It is `now`, in seconds on any clock that never goes back."""
@@ -169,7 +163,6 @@ class Sync(Discipline):
     name = "sync"
     in_rounds = True
     merges = True
-    reopens = True
     options = (
         Option(
             name="backup_workers",
@@ -188,11 +181,7 @@ class Sync(Discipline):
     )
 
     def __init__(
-        self,
-        workers: Iterable[int],
-        *,
-        backup_workers: int = 0,
-        round_timeout_s: float = math.inf,
+        self, workers: Iterable[int], *, backup_workers: int = 0, round_timeout_s: float = math.inf
     ) -> None:
         super().__init__(workers)
         self.backup_workers = backup_workers
@@ -239,8 +228,7 @@ class Sync(Discipline):
             self.waiting_since = now
         return self._close() if now - self.waiting_since >= self.round_timeout_s else []
 
-    def on_reopen(self, pushes: Sequence[Push]) -> None:
-        """Of those who left meanwhile nothing is taken."""
+    def on_reopen(self, pushes: Sequence[Push]) -> None:  # the ledger says when
         self.round -= 1
         self.round_of.update({push.worker: self.round for push in pushes})
         self.arrived = {push.worker: push for push in pushes if push.worker in self.present}

@@ -25,7 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from offbeat.accounts import (
     ACCEPTED,
@@ -114,6 +114,15 @@ class Snapshot:
 
 
 Action = Apply | Reply | Dismiss | Snapshot
+
+
+@runtime_checkable
+class Reopening(Protocol):
+    """A discipline that can take its last Apply back."""
+
+    def on_reopen(self, pushes: Sequence[Push]) -> None:
+        """That Apply, of these, and what followed it do not happen; nobody has pushed since. Of
+        those who left meanwhile nothing is taken."""
 
 
 @dataclass(slots=True)
@@ -280,8 +289,14 @@ class Ledger:
         if record.outcome == ACCEPTED:
             record.outcome = DROPPED
 
+    @property
+    def reopens(self) -> bool:
+        """Whether an Apply that was not carried out can be taken back."""
+        return isinstance(self.discipline, Reopening)
+
     def reopen(self, pushes: Sequence[Push]) -> None:
-        """The Apply of these is taken back."""
+        """The last Apply, of these, is taken back."""
+        assert isinstance(self.discipline, Reopening), "asked for by nobody else"
         self.discipline.on_reopen(pushes)
 
     def tick(self, now: float) -> Sequence[Action]:

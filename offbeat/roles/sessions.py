@@ -493,7 +493,7 @@ class Sessions:
         held = self._held
         if held is None or self.ledger.is_closing:
             return False
-        if told is None or not self.ledger.discipline.reopens:
+        if told is None or not self.ledger.reopens:
             return True
         return any(told.get(push.worker, -1) >= push.sequence for push in held.pushes)
 
