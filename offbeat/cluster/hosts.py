@@ -150,8 +150,12 @@ def read_tf_config(environment: Mapping[str, str]) -> tuple[Hosts, Task]:
     try:
         table = json.loads(environment[TF_VARIABLE])
         cluster, task = dict(table["cluster"]), dict(table.get("task", {}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{TF_VARIABLE} makes no sense: {error!r}") from error
+    except KeyError as error:
+        raise ConfigError(f"{TF_VARIABLE} has no {error}: it wants cluster and task") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f'{TF_VARIABLE} is no JSON of the form {{"cluster": ..., "task": ...}}: {error}'
+        ) from error
     cluster.pop("evaluator", None)  # which is not part of it
     renamed = {_TF_NAMES.get(str(name), str(name)): where for name, where in cluster.items()}
     if len(renamed) < len(cluster):
