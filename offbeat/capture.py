@@ -2,7 +2,8 @@
 
 On a GPU a small model's step is hundreds of kernels, and telling the device of each takes longer
 than the device needs for it. Recorded as one graph they are told at once. towers.py uses this for
-batches of the shape that it sees most, and computes all others as ever:
+batches of the shapes that come again, the odd last one of an epoch among them, and computes all
+others as ever:
 
     step = Captured("the step", compute, make_recorder(device), ...)
     replayed = step.replay(batch)        # None: to be computed without it
@@ -30,7 +31,9 @@ from offbeat.errors import in_a_line
 NUM_WARM_UP = 3
 """Steps before a recording: libraries choose their kernels and take their memory in the first."""
 SEEN_BEFORE = 2
-"""A shape is recorded when it comes for the second time: the last batch of an epoch may be odd."""
+"""A shape is recorded when it comes for the second time: it may be the only one of its kind."""
+MAX_RECORDINGS = 3
+"""Of so many shapes: the last batch of an epoch may be odd. Ragged batches have no end of them."""
 CLOSE = 1e-3
 """How far a replayed gradient may be from the one it was made of, relative to its norm: kernels
 that add up in any order differ by less, and what was left out of a recording by far more."""
@@ -45,7 +48,7 @@ Parts = Callable[[T], tuple[list[Tensor], Any]]
 
 
 class Recorder(ABC):
-    """What can record on a device."""
+    """What can record on a device, for one thread, which replays one recording after the other."""
 
     @abstractmethod
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -100,6 +103,8 @@ class CudaRecorder(Recorder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._common = torch.cuda.default_generators[device.index or 0]
+        self._pool: Any = None
+        """Memory that all recordings work in: results are held, and so each has its own."""
 
     @contextlib.contextmanager
     def drawing_from(self, generator: torch.Generator | None) -> Iterator[None]:
@@ -133,8 +138,11 @@ class CudaRecorder(Recorder):
         graph = torch.cuda.CUDAGraph()
         # not torch's stream for all captures: libraries keep memory to work in for each stream,
         # which graphs that are replayed at the same time must not share
-        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"
+        ):
             result = work()
+        self._pool = graph.pool()
         return graph.replay, result
 
 
@@ -190,32 +198,40 @@ class Captured(Generic[T]):
         self._state = state
         self._instead = instead
         self._seen: dict[Any, int] = {}
-        self._shape: Any = None
-        self._recording: _Recording[T] | None = None
+        self._recordings: dict[Any, _Recording[T]] = {}
+        """By shape."""
         self._is_given_up = False
+        """Nothing else is recorded."""
 
     def replay(self, batch: Batch) -> T | None:
         """What the work on this batch comes to; None: it is to be done anew."""
-        recording = self._recording
-        if recording is None or batch is not recording.batch:  # which is in its place already
-            if self._is_given_up:
+        recording = self._of_its_own(batch)
+        if recording is None:
+            if self._is_given_up and not self._recordings:
                 return None
             shape = _shape_of(batch)
-            if recording is None and self._is_due(shape):
+            if self._is_due(shape):
                 self._record(batch, shape)
-                recording = self._recording
-            if recording is None or shape != self._shape:
+            recording = self._recordings.get(shape)
+            if recording is None:
                 return None
             _fill(recording.batch, batch)
         with self._gate.lock:
             recording.replay()
         return recording.result
 
+    def _of_its_own(self, batch: Batch) -> _Recording[T] | None:
+        """The recording that reads this very batch where it lies."""
+        for recording in self._recordings.values():
+            if recording.batch is batch:
+                return recording
+        return None
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """For doing it anew, whatever for: it draws what it would draw if it were replayed. Where
         nothing is ever replayed others are not held up for that."""
-        if self._is_given_up:
+        if self._is_given_up and not self._recordings:
             with self._gate.lock:
                 yield
         else:
@@ -223,6 +239,8 @@ class Captured(Generic[T]):
                 yield
 
     def _is_due(self, shape: Any) -> bool:
+        if self._is_given_up or shape in self._recordings:
+            return False
         self._seen[shape] = self._seen.get(shape, 0) + 1
         return self._seen[shape] >= SEEN_BEFORE
 
@@ -234,8 +252,8 @@ class Captured(Generic[T]):
         rewind = self._mark_random()
         try:
             with RECORDINGS.one(), self._recorder.drawing_from(self._instead):
-                self._recording = self._try_to_record(batch, rewind)
-            self._shape = shape
+                self._recordings[shape] = self._try_to_record(batch, rewind)
+            self._is_given_up = len(self._recordings) == MAX_RECORDINGS
         except RuntimeError as error:
             self._give_up(in_a_line(error))
         for buffer, value in zip(self._buffers(), before, strict=True):
@@ -270,7 +288,8 @@ class Captured(Generic[T]):
 
     def _give_up(self, why: str) -> None:
         self._is_given_up = True
-        self._tell(f"{self._what} is not captured: {why}")
+        of_these = " for batches of another shape" if self._recordings else ""
+        self._tell(f"{self._what} is not captured{of_these}: {why}")
 
 
 def torch_draws() -> dict[str, Any]:
@@ -321,8 +340,6 @@ class CapturedAugment:
         self._generator = torch.Generator(device)
         self._gate = RECORDINGS.make_gate()
         self._captured: Captured[Batch] | None = None
-        self._is_told = False
-        """Whether its batches say that they are always the same memory."""
         if recorder is not None:
             self._captured = Captured(
                 "the augmentation",
@@ -343,8 +360,7 @@ class CapturedAugment:
         if replayed is None:
             with self._captured.in_place() if self._captured else self._gate.lock:
                 return self._anew(batch)
-        if not self._is_told:
-            self._is_told = True
+        if not _is_still(replayed):
             for leaf in leaves(replayed):
                 setattr(leaf, STILL, True)
         return replayed

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat.capture import (
+    MAX_RECORDINGS,
     RECORDINGS,
     Captured,
     CapturedAugment,
@@ -92,13 +93,49 @@ def test_what_was_recorded_is_not_the_batch_itself() -> None:
     assert given[0].tolist() == [[1, 2, 3]]
 
 
-def test_another_shape_is_computed_as_ever() -> None:
+def test_the_odd_last_batch_is_recorded_too_when_it_comes_again() -> None:
+    recorder = Pretender()
+    steps, gradient, told, _ = squares(recorder)
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        whole = steps.replay(batch_of(scale, 2, 3))
+        odd = steps.replay(batch_of(7, 8, scale, rows=2))
+        assert (whole is None) == (odd is None) == (scale == 1.0)
+        if odd is not None and whole is not None:
+            assert odd[0].item() == 2 * (49 + 64 + scale**2), "each has a result of its own"
+            assert gradient.tolist() == [14, 16, 2 * scale]
+            assert whole[0].item() == scale**2 + 13
+    assert told == []
+
+
+def test_ragged_batches_are_computed_as_ever_once_there_are_many_shapes() -> None:
     steps, _, told, _ = squares(Pretender())
-    steps.replay(batch_of(1, 2, 3))
-    assert steps.replay(batch_of(1, 2, 3)) is not None
+    kinds = range(1, 2 * MAX_RECORDINGS + 1)
     for _ in range(3):
+        last = [steps.replay(batch_of(1, 2, 3, rows=rows)) for rows in kinds]
+    found = [replayed is not None for replayed in last]
+    assert found == [rows <= MAX_RECORDINGS for rows in kinds] and told == []
+
+
+class OnceAble(Pretender):
+    """It has room for one."""
+
+    num_recorded = 0
+
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        self.num_recorded += 1
+        if self.num_recorded > 1:
+            raise RuntimeError("out of memory")
+        return super().record(work)
+
+
+def test_where_another_shape_cannot_be_recorded_the_first_one_still_is() -> None:
+    steps, _, told, _ = squares(OnceAble())
+    for number in range(4):
+        whole = steps.replay(batch_of(1, 2, 3))
         assert steps.replay(batch_of(1, 2, 3, rows=2)) is None
-    assert steps.replay(batch_of(1, 2, 3)) is not None and told == []
+        assert (whole is not None) == (number > 0)
+    (line,) = told
+    assert "not captured for batches of another shape" in line and "out of memory" in line
 
 
 def test_recording_leaves_buffers_as_they_were() -> None:
@@ -274,7 +311,7 @@ def test_towers_with_captured_steps_do_what_they_did_before() -> None:
     plain, losses = train_towers([CPU, CPU], no_recorder)
     torch.manual_seed(5)
     captured, same_losses = train_towers([CPU, CPU], recorder, tell=told.append)
-    assert len(made) == 2 and all(pretender.num_replayed == 15 for pretender in made), told
+    assert len(made) == 2 and all(pretender.num_replayed == 20 for pretender in made), told
     assert losses == same_losses and torch.equal(plain.params, captured.params)
     for one, other in zip(plain.module.buffers(), captured.module.buffers(), strict=True):
         assert torch.equal(one, other)

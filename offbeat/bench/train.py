@@ -227,11 +227,20 @@ def _work(name: str, rank: int, folder: RunFolder) -> None:
         means: dict[str, Any] = {"log": silent_log(), "clock": time.monotonic}
         means |= {"events": events, "stop": threading.Event(), "seeds_torch": True}
         towers = job.make_towers(rank, job.make_model())
+        _meet(folder.path.resolve() / "store", config.workers)
         Worker(job, rank, towers, _NoNetwork(), **means).run()
     else:
         _train_ddp(job, rank, events, store=folder.path.resolve() / "store")
     control.close()
     events.close()
+
+
+def _meet(place: Path, count: int) -> None:
+    """Wait until so many are here: some have imported torch seconds before others."""
+    store = torch.distributed.FileStore(str(place), count)  # type: ignore[attr-defined]
+    if store.add("here", 1) == count:
+        store.set("all", "")
+    store.wait(["all"], datetime.timedelta(seconds=TIMEOUT_S))
 
 
 def _train_ddp(job: Job, rank: int, events: EventLog, store: Path) -> None:
