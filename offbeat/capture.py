@@ -13,6 +13,7 @@ so is a recording that gives another gradient than the step it was made of.
 """
 
 import contextlib
+import functools
 import random
 import threading
 import weakref
@@ -335,22 +336,33 @@ class CapturedAugment:
         recorder: Recorder | None,
         tell: Callable[[str], None],
     ) -> None:
-        self._augment = augment
-        self._device = device
-        self._generator = torch.Generator(device)
+        generator = self._generator = torch.Generator(device)
         self._gate = RECORDINGS.make_gate()
         self._captured: Captured[Batch] | None = None
+
+        # neither of these knows this object: so recordings go when it does, and not whenever Python
+        # looks for garbage
+        def anew(batch: Batch) -> Batch:
+            # what it makes without saying where is on the device too; asked for at every call of
+            # torch's, that takes longer than a replay, which needs none of it
+            with contextlib.nullcontext() if device.type == "cpu" else device:
+                return augment(batch, generator)
+
+        def mark_random() -> Callable[[], None]:
+            return functools.partial(generator.manual_seed, generator.initial_seed())
+
+        self._anew = anew
         if recorder is not None:
             self._captured = Captured(
                 "the augmentation",
-                self._anew,
+                anew,
                 recorder,
                 parts=lambda batch: (list(leaves(batch)), None),
-                mark_random=self._mark_random,
+                mark_random=mark_random,
                 tell=tell,
                 gate=self._gate,
                 state=torch_draws if device.type != "cpu" else dict,
-                instead=self._generator,
+                instead=generator,
             )
 
     def __call__(self, batch: Batch, seed: int) -> Batch:
@@ -364,20 +376,6 @@ class CapturedAugment:
             for leaf in leaves(replayed):
                 setattr(leaf, STILL, True)
         return replayed
-
-    def _anew(self, batch: Batch) -> Batch:
-        # what it makes without saying where is on the device too; asked for at every call of
-        # torch's, that takes longer than a replay, which needs none of it
-        with contextlib.nullcontext() if self._device.type == "cpu" else self._device:
-            return self._augment(batch, self._generator)
-
-    def _mark_random(self) -> Callable[[], None]:
-        seed = self._generator.initial_seed()
-
-        def rewind() -> None:
-            self._generator.manual_seed(seed)
-
-        return rewind
 
 
 def _shape_of(batch: Batch) -> Any:

@@ -439,6 +439,11 @@ class Towers:
         """Before the memory that was used so far goes away."""
         self._staging.forget()
 
+    def close(self) -> None:
+        """Nothing is computed any more. What was recorded goes now, with its memory, and not
+        whenever Python looks for garbage: in the midst of the next run, if the process goes on."""
+        self._captured = None
+
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """What the parts of a model keep beside tensors: counts, rates, flags."""

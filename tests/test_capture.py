@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,31 @@ def test_towers_with_captured_steps_do_what_they_did_before() -> None:
     assert losses == same_losses and torch.equal(plain.params, captured.params)
     for one, other in zip(plain.module.buffers(), captured.module.buffers(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_recordings_go_when_whoever_replays_them_is_through() -> None:
+    """Not when Python finds the time: a GPU's memory hangs on them."""
+    gc.disable()
+    try:
+        job = toy_job()
+        pretenders = [Pretender() for _ in range(3)]
+        gone = [weakref.ref(pretender) for pretender in pretenders]
+        augment = CapturedAugment(noisy, CPU, pretenders.pop(), lambda line: None)
+        towers = Towers(
+            job.make_replicas(2), [CPU, CPU], make_recorder=lambda device: pretenders.pop()
+        )
+        inputs, labels = toy_data(20)
+        for seed in range(3):
+            batch = augment((inputs, labels), seed)
+            towers.compute(job.recipe.loss, towers.deal(batch))
+            towers.take_gradient([torch.zeros_like(towers.landing)])
+            towers.wait()
+        assert all(getattr(ref(), "num_replayed", 0) for ref in gone)
+        towers.close()
+        del augment
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_is_looked_at_is_computed_with_gradients_in_the_parameters() -> None:

@@ -13,12 +13,12 @@ over. Rank 0 is the master's worker, and does nothing else than the others here.
 engine, as `offbeat role worker --index 1 --run-dir RUN` or as a thread.
 """
 
-import contextlib
 import functools
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -135,7 +135,7 @@ class Worker:
         torch.set_num_threads(self.job.config.threads or 1)
         here = self.job.share(self.rank).place()
         try:
-            with at(here), self.towers.in_stream(), self._exchange:
+            with at(here), self.towers.in_stream(), closing(self.towers), self._exchange:
                 self.step = self._exchange.join() + 1
                 while self._train():
                     self.step = self._exchange.finish(self.step - 1) + 1
@@ -150,7 +150,7 @@ class Worker:
         self.towers.train()
         device = self.towers.first_device
         batches = self.job.step_batches(self.rank, self.step - 1, device, self.log.warning)
-        with contextlib.closing(batches):
+        with closing(batches):
             return self._train_on(batches)
 
     def _train_on(self, batches: Iterator[StepBatch]) -> bool:
