@@ -264,10 +264,7 @@ class Captured(Generic[T]):
     def _try_to_record(self, batch: Batch, rewind: Callable[[], None]) -> _Recording[T]:
         """Raises a RuntimeError where what is replayed is not what was recorded."""
         still = batch if _is_still(batch) else map_tensors(batch, torch.clone)
-
-        def work() -> T:
-            return self._work(still)
-
+        work = functools.partial(self._work, still)
         given = map_tensors(batch, torch.clone)
         replay, result = self._recorder.record(work)
         rewind()
@@ -349,7 +346,12 @@ class CapturedAugment:
                 return augment(batch, generator)
 
         def mark_random() -> Callable[[], None]:
-            return functools.partial(generator.manual_seed, generator.initial_seed())
+            seed = generator.initial_seed()
+
+            def rewind() -> None:
+                generator.manual_seed(seed)
+
+            return rewind
 
         self._anew = anew
         if recorder is not None:

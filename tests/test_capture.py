@@ -339,7 +339,7 @@ def test_recordings_go_when_whoever_replays_them_is_through() -> None:
         assert all(getattr(ref(), "num_replayed", 0) for ref in gone)
         towers.close()
         del augment
-        assert [ref() for ref in gone] == [None, None]
+        assert [ref() for ref in gone] == [None, None, None]
     finally:
         gc.enable()
 
