@@ -48,7 +48,8 @@ from offbeat.roles.judging import make_judges, reason_of
 from offbeat.roles.scoring import score_line
 from offbeat.run.callbacks import Caller, make_callbacks
 from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
-from offbeat.run.job import Facts, Job, make_job, rejoin_job
+from offbeat.run.job import Facts, Job
+from offbeat.run.making import make_job, rejoin_job
 from offbeat.run.progress import Display, MakeDisplay, make_display
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.run.tensorboard import check_installed

@@ -32,7 +32,7 @@ from offbeat.capture import (
 from offbeat.config import make_config
 from offbeat.flat import FlatModel
 from offbeat.recipes.base import load_recipe
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 from offbeat.towers import CPU, Result, Towers
 
 

@@ -21,7 +21,7 @@ from offbeat import SGD, Recipe
 from offbeat.config import make_config
 from offbeat.errors import ConfigError, ModelError
 from offbeat.optim import Optimizer
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ from offbeat.roles.calls import Status
 from offbeat.roles.worker import Worker
 from offbeat.run.checkpoint import load_checkpoint, newest_checkpoint
 from offbeat.run.events import EventLog, read_events
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 from offbeat.run.rundir import RunFolder, describe_run
 from offbeat.transport.base import ReplyHeader, WelcomeHeader
 from offbeat.transport.inproc import InprocListener, InprocNetwork

@@ -26,7 +26,8 @@ from offbeat.config import make_config
 from offbeat.data.batches import Source
 from offbeat.errors import ConfigError
 from offbeat.recipes.base import load_recipe
-from offbeat.run.job import Job, make_job
+from offbeat.run.job import Job
+from offbeat.run.making import make_job
 from offbeat.streams import make_mark, make_streams
 from offbeat.towers import find_devices
 

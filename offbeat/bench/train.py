@@ -31,7 +31,8 @@ from offbeat.recipes.base import load_recipe
 from offbeat.roles.control import DATA_VARIABLE, Control
 from offbeat.roles.worker import Worker
 from offbeat.run.events import EventLog, read_events
-from offbeat.run.job import Facts, Job, make_job, rejoin_job
+from offbeat.run.job import Facts, Job
+from offbeat.run.making import make_job, rejoin_job
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.transport import base
 from offbeat.transport.base import (

@@ -47,7 +47,8 @@ from offbeat.roles.context import Context, SentRecords
 from offbeat.roles.run import ServerRole
 from offbeat.roles.server import Server
 from offbeat.roles.session import POLL_S
-from offbeat.run.job import Facts, Job, disagreement, rejoin_job
+from offbeat.run.job import Facts, Job, disagreement
+from offbeat.run.making import rejoin_job
 from offbeat.transport.base import Message
 from offbeat.transport.sockets import SocketListener, SocketServerEnd
 from offbeat.version import __version__

@@ -12,7 +12,8 @@ from offbeat.flat import FlatModel, Manifest
 from offbeat.loops.description import Description
 from offbeat.optim import SGD, numbers_of
 from offbeat.recipes.base import Recipe
-from offbeat.run.job import Facts, Job, check_servers, cut_slices, needs_whole_tensors
+from offbeat.run.job import Facts, Job
+from offbeat.run.making import check_servers, cut_slices, needs_whole_tensors
 from offbeat.shard import ShardState
 
 CHECKPOINT_EVERY = 1000

@@ -22,7 +22,8 @@ from offbeat.roles.context import Context, FolderRecords
 from offbeat.roles.control import DATA_VARIABLE, Control
 from offbeat.roles.run import run_role
 from offbeat.run.addresses import Cluster, ClusterNetwork
-from offbeat.run.job import Facts, Job, rejoin_job
+from offbeat.run.job import Facts, Job
+from offbeat.run.making import rejoin_job
 from offbeat.run.rundir import RunFolder, close_log, role_name
 from offbeat.run.tensorboard import Summaries
 from offbeat.transport.base import Listener

@@ -1,7 +1,7 @@
 """What a run begins from instead of its recipe's own weights: --init FILE.safetensors, or --init
 RUN for the newest checkpoint of another run.
 
-Read once, by run/job.py before the run begins, and then kept in the run's own folder, where its
+Read once, by run/making.py before the run begins, and then kept in the run's own folder, where its
 processes find it, and a run that goes on.
 
     initial = read_initial(Path("model.safetensors"), module)

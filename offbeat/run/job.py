@@ -1,8 +1,5 @@
 """A job: configuration and recipe, resolved against the model and the data. What every role is
-given.
-
-Making one touches no file of the run, so whatever is wrong with a configuration shows here, before
-anything is left behind.
+given, and makes its parts from: its model, shard, discipline, batches. making.py makes one.
 """
 
 import contextlib
@@ -11,10 +8,8 @@ import functools
 import itertools
 import json
 import math
-import os
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,19 +17,16 @@ from torch import nn
 
 from offbeat.capture import CapturedAugment, make_recorder
 from offbeat.clipping import Clip, ClipNorm, ClipValue
-from offbeat.compiling import Compiled, check_toolchain
+from offbeat.compiling import Compiled
 from offbeat.config import (
     AUTO,
     BATCHING,
     ELEMENTS,
-    LR_SCALES,
     OFF,
     TENSORS,
     TrainConfig,
-    check_clipping,
 )
 from offbeat.data.batches import (
-    Asked,
     Batch,
     Share,
     Source,
@@ -43,9 +35,7 @@ from offbeat.data.batches import (
     prepared_ahead,
     to_device,
 )
-from offbeat.data.loaders import is_cut_twice
 from offbeat.data.sources import make_source
-from offbeat.decline import Plateau
 from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.errors import (
     ConfigError,
@@ -53,28 +43,23 @@ from offbeat.errors import (
     OffbeatError,
     RecipeError,
     in_a_line,
-    nearest,
 )
-from offbeat.flat import PROTOCOL, FlatModel, Manifest, describe
-from offbeat.optim import Length, Optimizer, Schedule, named_optimizer, schedule_name
+from offbeat.flat import PROTOCOL, FlatModel, Manifest
+from offbeat.optim import Length, Optimizer, Schedule, schedule_name
 from offbeat.place import Place, at
 from offbeat.plugins import Choice, find
-from offbeat.probing import Reach, check_rows, reach_of
 from offbeat.randomness import make_seed
-from offbeat.recipes.base import Recipe, accuracy, directions, metric_name, what_falls
+from offbeat.recipes.base import Recipe
 from offbeat.rows import rows_of
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Rule
 from offbeat.run.checkpoint import Checkpoint
-from offbeat.run.crews import choose_engine, shared_gpu
-from offbeat.run.initial import Initial, fill, read_initial
-from offbeat.schedules import Rates, TorchSchedule, in_run
+from offbeat.run.crews import shared_gpu
+from offbeat.run.initial import Initial, fill
+from offbeat.schedules import Rates, in_run
 from offbeat.shard import (
     Shard,
     ShardState,
-    partition,
-    partition_rows,
-    partition_tensors,
     segments_of,
 )
 from offbeat.streams import in_this_stream
@@ -84,8 +69,6 @@ from offbeat.transport.codec import Codec
 
 MAX_MODEL_BYTES = 32_000
 """Of a model's description in a handshake."""
-NUM_LOOKED_AT = 2
-"""Test examples that say which metric fits."""
 NUM_AHEAD = 2
 """Batches that wait in the queue of --feed batching."""
 
@@ -194,7 +177,7 @@ class Job:
 
     def make_model(self) -> FlatModel:
         """A replica with the run's initial weights. Seeds torch's own generator for a moment."""
-        module = _seeded_model(self.recipe, self.config.seed)
+        module = seeded_model(self.recipe, self.config.seed)
         if self.initial is not None:
             fill(module, self.initial.state)
         return FlatModel(module, self.manifest)
@@ -438,7 +421,7 @@ class Job:
             assert self.train is not None, "this process was given no training data"
             return self.train
         if rank not in self.of_rank:
-            self.of_rank[rank] = _load_data(self.config, self.recipe, rank)[0]
+            self.of_rank[rank] = load_data(self.config, self.recipe, rank)[0]
         return self.of_rank[rank]
 
     def _drafts(self, source: Source, rank: int, start: int) -> Generator[StepBatch, None, None]:
@@ -565,332 +548,14 @@ class Job:
         return version + self.make_discipline().num_updates(known)
 
 
-def make_job(
-    config: TrainConfig,
-    recipe: Recipe,
-    checkpoint: Checkpoint | None = None,
-    *,
-    elastic: bool = False,
-    kept_initial: Path | None = None,
-) -> Job:
-    """Resolve and check everything that can be checked before the run begins; `checkpoint` is what
-    it goes on from; `elastic`: let workers come and go where the run is of that kind;
-    `kept_initial`: where a run that goes on has what --init once gave it."""
-    recipe, asked = recipe.fed(config.feed), config.batch_size
-    optimizer = _resolve_optimizer(config, recipe)
-    optimizer.check(fused=config.fused)
-    config = _resolve_suggestions(config, recipe)
-    check_clipping(config)
-    devices = [  # one that is not here is a usage error
-        find_devices(config.devices or config.device, rank) for rank in range(config.workers)
-    ]
-    engine, crews = choose_engine(config, devices)
-    if config.compile:
-        check_toolchain(itertools.chain(*devices))
-    module = _seeded_model(recipe, config.seed)
-    manifest = describe(module)
-    _check_groups(optimizer, manifest)
-    check_servers(config, manifest)
-    if checkpoint is not None:
-        checkpoint.check_model(manifest)
-    initial = _find_initial(config, module, manifest, kept_initial)
-    asked_rank = Asked()
-    train, test = _load_data(config, recipe, asked=asked_rank)
-    by_rank = bool(asked_rank)
-    config = dataclasses.replace(config, batch_size=_resolve_batch_size(asked, config, train))
-    num_examples = None if by_rank else train.num_examples
-    _check_data(config, train, by_rank=by_rank)
-    by_loss = _is_judged_by_loss(recipe, module, test)
-    is_counted = train.num_batches(Share(rank=0, num_shares=1, batch_size=1, seed=0)) is not None
-    recipe = recipe.judged(by_loss=by_loss)
-    facts = Facts(
-        num_examples=num_examples,
-        by_rank=by_rank,
-        has_test=test is not None,
-        total_updates=None,
-        by_loss=by_loss,
-        in_rounds=config.chosen.kind.in_rounds,
-        variant=config.variant,
-        elastic=elastic
-        and (is_counted or config.steps is not None)
-        and config.split == "shared"
-        and not config.chosen.kind.in_rounds,
-        engine=engine,
-        higher_is_better=directions(recipe).get(metric_name(recipe)),
-        crews=crews,
-        whole_tensors=needs_whole_tensors(config, optimizer, manifest),
-    )
-    job = _cut(config, recipe, manifest, facts)
-    job = dataclasses.replace(job, train=train, test=test, initial=initial)
-    job = dataclasses.replace(
-        job, facts=_with_num_batches(job, train), of_rank={0: train} if by_rank else {}
-    )
-    if config.server_device == "cuda" and job.server_device == CPU:
-        raise ConfigError(
-            "the servers cannot be on cuda: that takes workers that are threads of one process "
-            "(--engine inproc) and compute on one GPU, one each, and no sparse gradients"
-        )
-    job = dataclasses.replace(job, facts=_with_length(job, checkpoint))
-    # a schedule that needs a length, or takes other arguments, says so now
-    _from_recipe("schedule", lambda: float(job.make_rates().at(0)[0]["lr"]))
-    _check_lr(job)
-    if config.eval_every is None:
-        config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
-    _check_judging(config, recipe, facts)
-    _check_plateau(config, recipe, facts)
-    return dataclasses.replace(job, config=config)
-
-
-def check_servers(config: TrainConfig, manifest: Manifest) -> None:
-    if config.servers > manifest.num_elements:
-        raise ConfigError(
-            f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
-            f"at least one; lower servers"
-        )
-
-
-def _check_data(config: TrainConfig, train: Source, *, by_rank: bool) -> None:
-    """`by_rank`: each worker has its own."""
-    if by_rank and is_cut_twice(train):
-        raise ConfigError(
-            "the DataLoader has a DistributedSampler, and its shares are cut here: give it no "
-            "offbeat.rank(), or no DistributedSampler"
-        )
-    is_counted = train.num_examples is not None and not by_rank
-    if is_counted and (train.num_examples or 0) < config.workers:
-        raise ConfigError(
-            f"{config.workers} workers for {train.num_examples} training examples; lower workers"
-        )
-
-
-def _with_length(job: Job, checkpoint: Checkpoint | None) -> Facts:
-    """The job's facts, with the run's length in updates."""
-    total, planned = job.total_updates_after(checkpoint), job.total_updates_after(None)
-    steps = [job.steps_per_epoch(rank) for rank in range(job.config.workers)]
-    known = [n for n in steps if n is not None]
-    count = sum if job.facts.elastic else job.make_discipline().num_updates
-    return dataclasses.replace(
-        job.facts,
-        total_updates=total,
-        updates_per_epoch=count(known) if len(known) == len(steps) else None,
-        epoch_shift=0 if total is None or planned is None else planned - total,
-    )
-
-
-def _find_initial(
-    config: TrainConfig, module: nn.Module, manifest: Manifest, kept: Path | None
-) -> Initial | None:
-    if config.init is None:
-        return None
-    if config.engine == "cluster" and manifest.frozen:
-        raise ConfigError(
-            "init does not reach parameters that do not train on other machines: have the recipe's "
-            "model() load them"
-        )
-    return read_initial(kept or Path(config.init), module)
-
-
-def _check_lr(job: Job) -> None:
-    """Whether a learning rate that somebody asks for is used: some of torch's schedulers have rates
-    of their own."""
-    config, schedule = job.config, job.schedule
-    asked = f"--lr {config.lr:g}" if config.lr is not None else f"--lr-scale {config.lr_scale}"
-    if config.lr is None and config.lr_scale == "none":
-        return
-    if isinstance(schedule, TorchSchedule) and schedule.sets_rates(job.optimizer):
-        raise ConfigError(
-            f"{asked} would change nothing: {schedule_name(schedule)} sets rates of its own; leave "
-            f"it out, and give the schedule another {schedule.own_rates()}"
-        )
-
-
-def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
-    """Whether there will be scores that something can follow from."""
-    if not config.is_judged:
-        return
-    what = "stop_at, patience and keep_best"
-    if config.engine == "cluster":
-        raise ConfigError(f"{what} need an evaluator beside training, which a cluster has not")
-    if not facts.has_test:
-        raise ConfigError(f"{what} need test data to score on, and the recipe has none")
-    if facts.higher_is_better is None:
-        name = metric_name(recipe)
-        raise ConfigError(
-            f"{what} need to know whether more {name} is better: say so in the recipe, as "
-            f"metric=offbeat.metric({name}, higher_is_better=False)"
-        )
-    stops_by, _ = config.stops_at or (None, None)
-    if stops_by is not None and (known := directions(recipe)).get(stops_by) is None:
-        what = f"stop_at goes by {stops_by!r}"
-        if stops_by not in known:
-            raise ConfigError(f"{what}, which nothing is scored by; {nearest(stops_by, known)}")
-        raise ConfigError(
-            f"{what}, of which nobody said whether more is better: say so in the recipe, as "
-            f"offbeat.metric({stops_by}, higher_is_better=False)"
-        )
-    if config.eval_every == 0 and (config.stop_at is not None or config.patience is not None):
-        raise ConfigError("stop_at and patience need scores along the way: give --eval-every")
-
-
-def _check_plateau(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
-    """Whether a schedule that goes by scores will have some."""
-    schedule = recipe.schedule
-    if not isinstance(schedule, Plateau):
-        return
-    if config.engine == "cluster":
-        raise ConfigError(
-            "a plateau schedule needs an evaluator beside training, which a cluster has not"
-        )
-    if not facts.has_test:
-        raise ConfigError("a plateau schedule needs test data to score on; the recipe has none")
-    if config.eval_every == 0:
-        raise ConfigError("a plateau schedule needs scores along the way: give --eval-every")
-    name, most = what_falls(recipe, schedule)
-    if most is None:
-        raise ConfigError(
-            f"a plateau schedule needs to know whether more {name} is better: say mode='min' or "
-            f"mode='max', or metric=offbeat.metric({name}, higher_is_better=False)"
-        )
-
-
-def rejoin_job(
-    config: TrainConfig,
-    recipe: Recipe,
-    facts: Facts,
-    sources: Mapping[str, Source] | None,
-    kept_initial: Path | None = None,
-    needs: Collection[str] = ("train", "test"),
-) -> Job:
-    """The same job in another process. `config` and `facts` are as `make_job` left them; `sources`
-    are what is shared of the data, what else it `needs` is loaded here; None: it needs no data.
-    `kept_initial`: what --init gave; None: this process trains nothing from the start."""
-    recipe = recipe.fed(config.feed).judged(by_loss=facts.by_loss)
-    module = _seeded_model(recipe, config.seed)
-    job = _cut(config, recipe, describe(module), facts)
-    if kept_initial is not None and config.init is not None:
-        job = dataclasses.replace(job, initial=read_initial(kept_initial, module))
-    if sources is None:
-        return job
-    # what is each worker's own is loaded when it begins
-    exists = {"train": not facts.by_rank, "test": facts.has_test}
-    missing = [name for name in needs if exists[name] and name not in sources]
-    train, test = _load_data(config, recipe) if missing else (None, None)
-    return dataclasses.replace(
-        job, train=sources.get("train", train), test=sources.get("test", test)
-    )
-
-
-def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) -> Job:
-    return Job(
-        config=config,
-        recipe=recipe,
-        optimizer=_resolve_optimizer(config, recipe),
-        manifest=manifest,
-        slices=cut_slices(manifest, config.servers, whole=facts.whole_tensors),
-        facts=facts,
-    )
-
-
-def cut_slices(manifest: Manifest, servers: int, *, whole: bool) -> tuple[tuple[int, int], ...]:
-    """What each server has of the flat vector; `whole`: cut between tensors."""
-    if whole:
-        return tuple(partition_tensors(manifest, servers))
-    if manifest.is_sparse:
-        return tuple(partition_rows(manifest, servers))
-    return tuple(partition(manifest.num_elements, servers))
-
-
-def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
-    optimizer = recipe.optimizer
-    if config.optimizer is not None:
-        optimizer = dataclasses.replace(named_optimizer(config.optimizer), groups=optimizer.groups)
-    if config.lr is not None:
-        optimizer = optimizer.with_lr(config.lr)
-    factor = LR_SCALES[config.lr_scale](config.workers)
-    return optimizer if factor == 1 else optimizer.scaled(factor)
-
-
-def needs_whole_tensors(config: TrainConfig, optimizer: Optimizer, manifest: Manifest) -> bool:
-    """Whether the slices are cut between tensors, which the optimizer may need."""
-    check_rows(optimizer, manifest, fused=config.fused)
-    reach = reach_of(optimizer)
-    if reach > Reach.ELEMENT and config.partition == ELEMENTS:
-        raise ConfigError(
-            f"the optimizer {optimizer.kind} needs whole tensors: its update of an element depends "
-            f"on others; leave partition {ELEMENTS} out"
-        )
-    if reach > Reach.TENSOR and config.servers > 1:
-        raise ConfigError(
-            f"the optimizer {optimizer.kind} needs all parameters in one place: its update of a "
-            f"tensor depends on the others; use 1 server"
-        )
-    is_whole = reach > Reach.ELEMENT or config.partition == TENSORS
-    if is_whole:
-        optimizer.check_shapes([(s.name, s.shape) for s in manifest.tensors if s.numel])
-    return is_whole
-
-
-def _check_groups(optimizer: Optimizer, manifest: Manifest) -> None:
-    used = {optimizer.group_of(spec.name) for spec in manifest.tensors}
-    for index, pattern in enumerate(optimizer.groups, start=1):
-        if index not in used:
-            names = [spec.name for spec in manifest.tensors]
-            raise ConfigError(
-                f"the parameter group {pattern!r} matches no parameter; {nearest(pattern, names)}"
-            )
-
-
-def _resolve_suggestions(config: TrainConfig, recipe: Recipe) -> TrainConfig:
-    """What the recipe and the machine suggest where no option says otherwise."""
-    epochs = config.epochs
-    if epochs is None and config.steps is None:
-        epochs = recipe.epochs
-    sharing = 1 if config.engine == "cluster" else config.workers
-    threads = config.threads or max(1, (os.cpu_count() or 1) // sharing)
-    return dataclasses.replace(
-        config,
-        epochs=epochs,
-        batch_size=config.batch_size or recipe.batch_size,
-        threads=threads,
-        amp=config.amp or recipe.amp,
-        clip_norm=recipe.clip_norm
-        if config.clip_norm is None and config.clip_value is None
-        else config.clip_norm,
-    )
-
-
-def _resolve_batch_size(asked: int | None, config: TrainConfig, train: Source) -> int | None:
-    """`asked` for, or what the data suggests, or the recipe; None: the data comes in batches."""
-    if train.own_batches is None:
-        return asked or train.batch_size or config.batch_size
-    if asked is not None:
-        raise ConfigError(
-            f"batch_size {asked}: the DataLoader's {train.own_batches} decides what is in a batch; "
-            f"leave --batch-size out"
-        )
-    return None
-
-
-def _with_num_batches(job: Job, train: Source) -> Facts:
-    ranks = [0 if job.facts.by_rank else rank for rank in range(job.config.workers)]
-    found = [train.num_batches(job.share(rank)) for rank in ranks]  # about, where each has its own
-    known = [count for count in found if count is not None]
-    if 0 in known:
-        raise ConfigError(
-            f"the DataLoader gives worker {known.index(0)} of {len(known)} no batch at all; lower "
-            f"workers{'' if job.config.batch_size is None else ' or batch_size'}"
-        )
-    return dataclasses.replace(job.facts, num_batches=known if len(known) == len(found) else None)
-
-
-def _load_data(
+def load_data(
     config: TrainConfig, recipe: Recipe, rank: int = 0, asked: Callable[[], None] = lambda: None
 ) -> tuple[Source, Source | None]:
     """For worker `rank`; `asked` is called if the recipe wants to know that."""
     told = dataclasses.replace(config, batch_size=config.batch_size or recipe.batch_size)
     place = Place(rank=rank % config.workers, world_size=config.workers, asked=asked)
     with at(place):
-        loaded = _from_recipe("data", lambda: recipe.data(told))
+        loaded = from_recipe("data", lambda: recipe.data(told))
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         raise RecipeError("the recipe's data(config) must return a pair: training data, test data")
     train, test = loaded
@@ -898,38 +563,16 @@ def _load_data(
     return source, None if test is None else make_source(test, "test", recipe.collate)
 
 
-def _is_judged_by_loss(recipe: Recipe, module: nn.Module, test: Source | None) -> bool:
-    """Whether a recipe without a metric is one that accuracy says nothing about, to judge by a few
-    test examples. Where the recipe asks for accuracy that is an error."""
-    given = [recipe.metric] if recipe.metric else list(recipe.metrics.values())
-    if test is None or (given and accuracy not in given):
-        return False
-    batch = _from_recipe("data", lambda: test.first(NUM_LOOKED_AT))
-    if batch is None:
-        return False
-    module.eval()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            accuracy(module, batch)
-    except RecipeError:
-        if given:
-            raise
-        return True
-    except Exception:  # a model that a loss calls in another way, or one for another device
-        return not given
-    return False
-
-
-def _seeded_model(recipe: Recipe, seed: int) -> nn.Module:
+def seeded_model(recipe: Recipe, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_seed(seed, "model"))
-        model = _from_recipe("model", recipe.model)
+        model = from_recipe("model", recipe.model)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"the recipe's model() returned a {type(model).__name__}, not a Module")
     return model
 
 
-def _from_recipe(what: str, call: Callable[[], Any]) -> Any:
+def from_recipe(what: str, call: Callable[[], Any]) -> Any:
     """Call a function of the user's; what it raises becomes one line that says where from."""
     try:
         return call()
@@ -945,18 +588,6 @@ def _unchanged(batch: Batch, generator: torch.Generator) -> Batch:
 
 def _one_or_all(names: list[str]) -> str | list[str]:
     return names if len(names) > 1 else names[0]
-
-
-def _updates_per_epoch(job: Job) -> int:
-    """About how many updates it takes until every example was used once; 0: not known."""
-    counts, num_examples = job.facts.num_batches, job.facts.num_examples
-    if counts is None:
-        return 0
-    steps = [-(-count // job.config.accumulate) for count in counts]
-    num_steps = sum(steps) if job.config.split == "disjoint" else steps[0]
-    if num_examples is not None:
-        num_steps = -(-num_examples // job.step_size)
-    return max(1, num_steps // job.make_discipline().gradients_per_update)
 
 
 def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

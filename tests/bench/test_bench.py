@@ -13,7 +13,7 @@ from offbeat.cli import main
 from offbeat.config import make_config
 from offbeat.errors import RunError
 from offbeat.recipes.base import load_recipe
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from offbeat.roles.calls import Call, Events, Status
 from offbeat.roles.control import CONTROL_VARIABLE
 from offbeat.roles.evaluator import Evaluator, FolderSource
 from offbeat.roles.master import Patience
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 from offbeat.run.rundir import RunFolder
 from offbeat.transport.base import CallEnd
 from offbeat.transport.security import OPEN, TOKEN_VARIABLE, Terms, load_terms

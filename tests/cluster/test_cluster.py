@@ -22,7 +22,8 @@ from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError
 from offbeat.flat import PROTOCOL
 from offbeat.roles.master import Patience
 from offbeat.run.events import read_events
-from offbeat.run.job import disagreement, make_job
+from offbeat.run.job import disagreement
+from offbeat.run.making import make_job
 from offbeat.transport.security import OPEN, Terms
 from offbeat.transport.sockets import connect, connect_for_calls
 

@@ -17,7 +17,7 @@ from offbeat import place
 from offbeat.config import TrainConfig
 from offbeat.data.sources import make_source
 from offbeat.place import Place, at, placed
-from offbeat.run.job import rejoin_job
+from offbeat.run.making import rejoin_job
 
 
 def here() -> tuple[int, int, bool]:

@@ -20,7 +20,7 @@ from offbeat.data.images import standardise
 from offbeat.layers import LocalResponseNorm
 from offbeat.recipes import alexnet, mnist_convnet, simplecnn
 from offbeat.recipes.base import Recipe, load_recipe
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 
 DATA_DIR = Path(os.environ.get("OFFBEAT_DATA_DIR", Path(__file__).parents[2] / "data"))
 

@@ -18,7 +18,8 @@ from offbeat.data.batches import Tensors
 from offbeat.errors import DeviceMemoryError, RoleError
 from offbeat.optim import KINDS, Optimizer
 from offbeat.run.footprint import Usage, describe, explained, in_units, parts_of, remedies
-from offbeat.run.job import Job, make_job
+from offbeat.run.job import Job
+from offbeat.run.making import make_job
 from offbeat.shard import Shard, Updater
 
 GPU = torch.device("cuda", 0)

@@ -16,7 +16,7 @@ from offbeat.config import make_config
 from offbeat.errors import ConfigError
 from offbeat.run.checkpoint import load_checkpoint
 from offbeat.run.initial import read_initial
-from offbeat.run.job import make_job, rejoin_job
+from offbeat.run.making import make_job, rejoin_job
 
 
 def rich_model() -> nn.Module:

@@ -22,7 +22,7 @@ from offbeat.roles.evaluator import Found
 from offbeat.roles.judging import Referee, make_judges, make_referee, past_scores, reason_of
 from offbeat.run.checkpoint import newest_checkpoint
 from offbeat.run.events import EventLog, read_events
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 from offbeat.run.rundir import RunFolder
 from offbeat.run.stopping import Judge
 

@@ -11,7 +11,8 @@ from offbeat import SGD, Recipe
 from offbeat.config import TrainConfig, make_config
 from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.optim import Optimizer
-from offbeat.run.job import Job, make_job
+from offbeat.run.job import Job
+from offbeat.run.making import make_job
 
 
 def toy_data(num_examples: int = 240, num_features: int = 6) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from offbeat import api
 from offbeat.accounts import APPLIED, REJECTED
 from offbeat.errors import ConnectionClosedError
 from offbeat.plugins import Choice
-from offbeat.run.job import make_job
+from offbeat.run.making import make_job
 from offbeat.transport.codec import Codec, encoding
 from offbeat.transport.wire import Connection
 
