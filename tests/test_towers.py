@@ -353,7 +353,7 @@ def test_workers_share_a_gpu_as_threads_as_processes_and_as_a_crew(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offbeat.run.job.choose_engine", lambda config, devices: (chosen, crews))
+    monkeypatch.setattr("offbeat.run.making.choose_engine", lambda config, devices: (chosen, crews))
     result = offbeat.train(
         "fashion-cnn",
         discipline=discipline,

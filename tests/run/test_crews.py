@@ -109,7 +109,7 @@ def test_a_resumed_run_goes_by_the_machine_it_is_resumed_on(
         offered.append(config.engine)
         return "inproc", []
 
-    monkeypatch.setattr("offbeat.run.job.choose_engine", threads)
+    monkeypatch.setattr("offbeat.run.making.choose_engine", threads)
     monkeypatch.setattr("offbeat.api._name_of", lambda recipe: "custom")
     begun = offbeat.train(recipe, run_dir=run_dir, quiet=True, steps=4, threads=1)
     resumed = offbeat.resume(run_dir, recipe, quiet=True, steps=8)

@@ -143,8 +143,8 @@ def _command(crews: list[list[int]] | None) -> list[str]:
         return [sys.executable, "-m", "offbeat"]
     program = f"""
 import sys
-from offbeat.run import job
-job.choose_engine = lambda config, devices: ("local", {crews})
+from offbeat.run import making
+making.choose_engine = lambda config, devices: ("local", {crews})
 from offbeat.cli import main
 sys.exit(main())
 """
