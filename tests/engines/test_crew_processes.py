@@ -45,7 +45,9 @@ Strike = Callable[..., ChaosRun]
 
 @pytest.fixture
 def strike(tmp_path: Path, forks: ForkServer | None, monkeypatch: pytest.MonkeyPatch) -> Strike:
-    monkeypatch.setattr("offbeat.run.making.choose_engine", lambda config, devices: ("local", CREWS))
+    monkeypatch.setattr(
+        "offbeat.run.making.choose_engine", lambda config, devices: ("local", CREWS)
+    )
 
     def strike(plan: Plan) -> ChaosRun:
         run = ChaosRun(tmp_path, plan, forks)
