@@ -60,8 +60,6 @@ OTHER_FORMATS = {
     *(".npy", ".npz", ".pb", ".tflite", ".gguf", ".msgpack", ".joblib", ".zip", ".tar"),
 }
 """Endings of files that do not hold safetensors."""
-MAX_NAMED = 4
-"""Of the tensors that a notice is about."""
 
 
 @dataclass(frozen=True)
@@ -564,10 +562,8 @@ def _notices(job: Job, change: str | None) -> Iterator[str]:
     if change is not None:
         yield change
     yield from () if job.initial is None else job.initial.notices
-    if rounded := job.manifest.rounded:
-        more = len(rounded) - MAX_NAMED
-        names = ", ".join(rounded[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-        yield f"rounded to float32's precision, though float64 in the model: {names}"
+    if rounded := job.manifest.rounded_in_words:
+        yield rounded
 
 
 def _title(job: Job, folder: RunFolder) -> str:

@@ -11,6 +11,7 @@ OffbeatError
 └── RunError                something went wrong in a run; the command exits with 1
     ├── NonFiniteLossError  a worker's loss became NaN or infinite
     ├── RoleError           a server, worker, master or evaluator failed
+    ├── ScriptEndedError    a launched script ended by itself before it trained anything
     ├── DeviceMemoryError   a GPU has no memory left for what a run needs
     ├── StepError           what a worker failed with, and at which step
     ├── CheckpointError     no valid checkpoint, or one that could not be written
@@ -64,6 +65,12 @@ class RunError(OffbeatError):
 
 class NonFiniteLossError(RunError):
     pass
+
+
+class ScriptEndedError(RunError):
+    """A launched script has ended by itself before there was anything to train, as after --help."""
+
+    exit_code = 0
 
 
 class RoleError(RunError):

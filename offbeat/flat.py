@@ -26,6 +26,8 @@ from offbeat.errors import ModelError
 
 PROTOCOL = 5
 """Raised with every change of what travels between worker and server."""
+MAX_NAMED = 4
+"""Of the tensors that a notice is about."""
 COMPILED = "_orig_mod"
 """What `torch.compile` calls the module that it wraps."""
 MAX_KNOWN = 4
@@ -106,6 +108,15 @@ class Manifest:
         """What has more digits in the model than the servers keep, which is float32's."""
         specs = (*self.tensors, *self.floats)
         return tuple(spec.name for spec in specs if spec.dtype == "float64")
+
+    @property
+    def rounded_in_words(self) -> str:
+        """For a person, as a run begins; empty: nothing is."""
+        if not (names := self.rounded):
+            return ""
+        more = len(names) - MAX_NAMED
+        named = ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        return f"rounded to float32's precision, though float64 in the model: {named}"
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

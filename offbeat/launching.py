@@ -5,6 +5,7 @@ and has no recipe but a script.
 """
 
 import dataclasses
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from offbeat.engines.base import Engine
 from offbeat.engines.forkserver import ForkServer
 from offbeat.engines.local import LocalEngine
 from offbeat.engines.scripted import ScriptedEngine
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, ScriptEndedError
 from offbeat.loops.job import facts_json, make_loop_job, resolved
 from offbeat.recipes.callbacks import Callback, Start
 from offbeat.recipes.metrics import LOSS
@@ -108,7 +109,11 @@ def launch_config(
         master=master,
     )
     with folder.locked() as lock:
-        return launched.run(lock, incarnation=0)
+        try:
+            return launched.run(lock, incarnation=0)
+        except ScriptEndedError:
+            shutil.rmtree(folder.path)
+            raise
 
 
 def relaunch(

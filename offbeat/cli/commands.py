@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(unknown(others[0], commands[name], name))
         return _COMMANDS[known.command](known)
     except OffbeatError as error:
-        print(f"offbeat: error: {error}", file=sys.stderr)
+        what = "error: " if error.exit_code else ""
+        print(f"offbeat: {what}{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("offbeat: interrupted", file=sys.stderr)
@@ -525,8 +526,12 @@ def _launch_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     staleness = "" if stale is None else f", staleness {stale:.2f}"
     known = {name: value for name, value in summary["test_scores"].items() if value is not None}
     scores = "".join(f", test {name} {value:.4f}" for name, value in known.items())
+    count, refused = summary["gradients"], summary["rejected"]
+    gradients = f"{count} gradients" if count else "no gradient: the script made no step"
+    if refused:
+        gradients += f" ({refused} of them refused, as not finite)"
     return (
-        f"offbeat: {summary['status']}: {summary['gradients']} gradients in "
+        f"offbeat: {summary['status']}: {gradients} in "
         f"{summary['total_time_s']:.1f} s{staleness}{scores} -> {run_dir}"
     )
 

@@ -55,6 +55,8 @@ def unknown(argument: str, command: argparse.ArgumentParser, name: str) -> str:
     flags = [f for action in command._actions for f in action.option_strings]
     hint = nearest(flag, flags)
     hint = hint if hint.startswith("did") else f"see offbeat {name} --help"
+    if name == "launch":
+        hint += "; the script's own flags go behind its name"
     return f"unknown argument {flag!r}; {hint}"
 
 

@@ -39,7 +39,7 @@ from offbeat.engines.supervisor import (
     StartAgain,
     Supervisor,
 )
-from offbeat.errors import NonFiniteLossError, RoleError
+from offbeat.errors import NonFiniteLossError, RoleError, ScriptEndedError
 from offbeat.roles.context import Progress
 from offbeat.roles.control import CONTROL_VARIABLE, DATA_VARIABLE
 from offbeat.run.addresses import Cluster
@@ -50,6 +50,8 @@ from offbeat.run.rundir import RunFolder, role_name
 NOT_BEGUN = "stopping: nothing was learned yet"
 NUM_NAMES = 4
 """So many of those that are still starting are named."""
+SAID_PLAINLY = {kind.__name__: kind for kind in (NonFiniteLossError, ScriptEndedError)}
+"""What a role fails with that says all there is to say."""
 NUM_LOG_LINES = 5
 """So many of a dead process's last words are shown."""
 
@@ -289,11 +291,12 @@ class LocalEngine(Engine):
         except subprocess.TimeoutExpired:
             process.running.kill()
             code = process.running.wait(KILL_TIMEOUT_S)
-        if code is None and process.status.get("left"):
+        has_left = bool(process.status.get("left"))
+        if code is None and has_left:
             code = 0
         process.running = None
         self._hang_up(process)
-        self._react(process, None if code == 0 else _how(code))
+        self._react(process, None if code == 0 and has_left else _how(code))
 
     def _react(self, process: _Process, how: str | None) -> None:
         """A process is gone: do what the supervisor makes of it."""
@@ -313,8 +316,8 @@ class LocalEngine(Engine):
 
     def _blame(self, process: _Process) -> None:
         failure = process.failure or {}
-        if failure["not_finite"]:
-            self.failures.append(NonFiniteLossError(failure["line"]))
+        if failure["kind"] in SAID_PLAINLY:
+            self.failures.append(SAID_PLAINLY[failure["kind"]](failure["line"]))
         else:
             name, rank = process.name, failure["rank"]
             if rank not in (None, process.member.index):
@@ -327,10 +330,11 @@ class LocalEngine(Engine):
         log = self.folder.logs / f"{process.name}.log"
         most = self._supervisor.max_restarts
         self._say(*self._last_words(process))
+        command = "launch" if "script" in self.folder.read_json(self.folder.config) else "train"
         self.failures.append(
             RoleError(
                 f"{process.member.who} {how}, and was started again {most} times before "
-                f"(--max-restarts); its log is {log}; go on with: offbeat train --resume "
+                f"(--max-restarts); its log is {log}; go on with: offbeat {command} --resume "
                 f"{self.folder.path}"
             )
         )
@@ -430,4 +434,6 @@ class _SocketFolder:
 def _how(code: int | None) -> str:
     if code is None:
         return "is gone, as is the fork server that would know why"
+    if code == 0:
+        return "ended with 0 before it was through"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from offbeat.errors import ConnectionClosedError, ModelError
-from offbeat.flat import FlatModel
-from offbeat.loops.description import describe_loop, option_names, plain
+from offbeat.errors import ConnectionClosedError, ModelError, NonFiniteLossError
+from offbeat.flat import FlatModel, plain_name
+from offbeat.loops.description import Description, describe_loop, option_names, plain
 from offbeat.loops.job import make_loop_job
 from offbeat.loops.kept import from_servers, to_servers
 from offbeat.loops.scores import Told
@@ -68,6 +68,11 @@ class Loop:
         flat = FlatModel(model, description.manifest)
         self._parameters = flat.parameters
         flat.keeps_gradients = True
+        self._left_out = _left_out(model, optimizer, description)
+        self._looks_on = flat.is_a_view
+        """For changes by hand, of which a person is told once; others are written into."""
+        self._shown: list[int] = []
+        """How often each parameter had been changed when the last reply was in."""
         self._trained = [
             spec.name in description.optimizer.by_name for spec in flat.manifest.tensors
         ]
@@ -76,6 +81,8 @@ class Loop:
         self._told: Told | None = None
         self._summaries: LoopSummaries | None = None
         self._books = self._make_books(flat) if seat.rank == 0 else None
+        if self._books is not None and (rounded := flat.manifest.rounded_in_words):
+            seat.say(rounded)
         if self._books is not None:
             self._stop = self._books.closed
         self._events = seat.records.events(role_name("worker", seat.rank))
@@ -85,7 +92,8 @@ class Loop:
         self.step_number = 0
         self.num_steps = 0
         """Those that this process has pushed."""
-        self.next_loss = math.nan
+        self.next_loss: float | None = None
+        """What was told of the step that comes next."""
         self.loss = math.nan
         self._exchange = Exchange(
             self._job,
@@ -156,6 +164,7 @@ class Loop:
         self.step_number += 1
         if self.step_number <= self.num_known:
             return
+        self._check()
         self._faults.begin(self.step_number)
         present = self._take_gradient()
         _, is_usable = self._towers.wait()
@@ -239,6 +248,30 @@ class Loop:
 
     # -- one step ------------------------------------------------------------------------------
 
+    def _check(self) -> None:
+        """That the servers train what the script does."""
+        if self.next_loss is not None and not math.isfinite(self.next_loss):
+            raise NonFiniteLossError(
+                f"the loss became {self.next_loss} in worker {self._seat.rank} at step "
+                f"{self.step_number}: a lower learning rate is the usual remedy, or data without "
+                f"NaN and infinities. The state before it is kept in the run's last checkpoint."
+            )
+        for name, parameter in self._left_out:
+            if parameter.requires_grad and parameter.grad is not None:
+                raise ModelError(
+                    f"parameter {name} has a gradient, and was frozen when offbeat.distribute was "
+                    f"called, so that the servers do not have it: have it require a gradient "
+                    f"there, and freeze it after that until it is to be trained"
+                )
+        if self._shown and self._shown != [p._version for p in self._parameters]:
+            self._seat.say(
+                f"before step {self.step_number} the model's parameters were changed by something "
+                f"else than the optimizer's step: the servers do not know of it, and theirs come "
+                f"back with each step"
+            )
+            self._shown = []
+            self._looks_on = False
+
     def _take_gradient(self) -> list[bool]:
         slots = self._exchange.gradient_slots
         rates = self._rates()
@@ -281,10 +314,12 @@ class Loop:
         if moved and self.num_steps:
             self._seat.log.warning("put back into place: %s", ", ".join(moved))
         self._towers.read_buffers(*self._exchange.buffers)
+        if self._looks_on:
+            self._shown = [parameter._version for parameter in self._parameters]
 
     def _write_down(self, outcome: str, pushed_s: float) -> None:
         now_s = self._seat.clock()
-        self.loss, self.next_loss = self.next_loss, math.nan
+        self.loss, self.next_loss = math.nan if self.next_loss is None else self.next_loss, None
         self.num_steps += 1
         if self._summaries is not None:
             self._summaries.stepped(self.loss, self.version)
@@ -307,6 +342,16 @@ class Loop:
 
     def _stop_is_set(self) -> bool:
         return self._seat.stop.is_set() or self._stop.is_set()
+
+
+def _left_out(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, description: Description
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """What the optimizer has, and the servers do not, since it does not train as yet."""
+    known = {spec.name for spec in description.manifest.tensors}
+    members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(plain_name(name), p) for name, p in model.named_parameters()]
+    return [(name, p) for name, p in named if id(p) in members and name not in known]
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offbeat.errors import RecipeError, StepError
+from offbeat.errors import OffbeatError, RecipeError, ScriptEndedError, StepError
 from offbeat.loops import seat
 from offbeat.loops.loop import StoppedError
 from offbeat.place import Place, settle
@@ -37,19 +37,21 @@ def run_script(here: seat.Seat, script: Mapping[str, Any], threads: int) -> None
     find_modules(script)
     seat.taken = here
     try:
-        execute(script)
+        has_exited = execute(script)
     except StoppedError:
         _leave(here)
         return
     except BaseException as error:
-        gives_up = isinstance(error, KeyboardInterrupt) and here.stop.is_set()  # the second Ctrl-C
-        if here.is_shown and not gives_up:
-            traceback.print_exception(error.with_traceback(_of_script(error, script["file"])))
+        if here.is_shown:
+            _show(error, here, script["file"])
         step = 0 if here.loop is None else here.loop.step_number
         here.stop.set()  # of rank 0: the books end with a checkpoint of what there is
         _leave(here)
-        raise StepError(here.rank, step, error) from error
+        failure = StepError(here.rank, step, _in_words(error))
+        raise failure from failure.__cause__
     if here.loop is None:
+        if has_exited:
+            raise ScriptEndedError(f"{script['file']} ended by itself before it trained anything")
         raise RecipeError(
             f"{script['file']} ended without a call of offbeat.distribute(model, optimizer): "
             f"nothing was trained"
@@ -70,16 +72,40 @@ def _leave(here: seat.Seat) -> None:
         here.loop.close()
 
 
+def _show(error: BaseException, here: seat.Seat, file: str) -> None:
+    """What Python would show if the script ran by itself; our own errors say it in their line."""
+    if isinstance(error, KeyboardInterrupt) and here.stop.is_set():  # the second Ctrl-C
+        return
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    elif not isinstance(error, OffbeatError):
+        found: BaseException | None = error
+        while found is not None:
+            found.__traceback__ = _of_script(found, file)
+            found = found.__cause__ or found.__context__
+        traceback.print_exception(error)
+
+
 def _of_script(error: BaseException, file: str) -> TracebackType | None:
-    """Its traceback from where the script's own begins."""
+    """Its traceback from where the script's own begins; of a syntax error there is none."""
     found = error.__traceback__
     while found is not None and found.tb_frame.f_code.co_filename != file:
         found = found.tb_next
-    return found or error.__traceback__
+    return found if isinstance(error, SyntaxError) else found or error.__traceback__
 
 
-def execute(script: Mapping[str, Any]) -> None:
-    """As `python FILE ARGUMENTS` would; an exit that is none of a failure is an end."""
+def _in_words(error: BaseException) -> BaseException:
+    """What a script that gives up of itself says is its exit code."""
+    if not isinstance(error, SystemExit):
+        return error
+    code = error.code if isinstance(error.code, int) else 1
+    return RecipeError(f"the script ended with exit code {code}")
+
+
+def execute(script: Mapping[str, Any]) -> bool:
+    """As `python FILE ARGUMENTS` would; an exit that is none of a failure is an end. Returns
+    whether it was one."""
     file = str(script["file"])
     sys.argv = [file, *script["arguments"]]
     for name in OF_GROUPS:
@@ -91,3 +117,5 @@ def execute(script: Mapping[str, Any]) -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
+        return True
+    return False

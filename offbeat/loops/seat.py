@@ -6,6 +6,7 @@ where the others are: process.py on one machine, cluster/scripts.py and engines/
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Running(Protocol):
 
     step_number: int
     """Of the step that was done last, counted from 1."""
-    next_loss: float
+    next_loss: float | None
     """What the script has told of the step that comes next."""
 
     @property
@@ -73,6 +74,12 @@ class Seat:
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     loop: Running | None = None
     """Once the script has called `distribute`."""
+
+    def say(self, line: str) -> None:
+        """What a person should know, beside what the script prints."""
+        self.log.warning("%s", line)
+        if self.is_shown:
+            print(f"offbeat: {line}", file=sys.stderr)
 
 
 taken: Seat | None = None

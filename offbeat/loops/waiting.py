@@ -6,9 +6,9 @@ own call of `distribute`, and a run that has begun is joined at once. Made by di
 takes its place.
 """
 
-import math
+import contextlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ class Waiting:
         self._seat = seat
         self._model = model
         self._optimizer = optimizer
+        self._trained = [(p, p.requires_grad) for p in model.parameters()]
+        """What is frozen or thawed until the first step the other ranks know nothing of."""
         self.step_number = 0
-        self.next_loss = math.nan
+        self.next_loss: float | None = None
         self._scores: list[tuple[Mapping[str, float], bool | None]] = []
 
     @property
@@ -43,7 +45,8 @@ class Waiting:
 
     def joined(self) -> Loop:
         """Begin the run, or come into it."""
-        loop = Loop(self._seat, self._model, self._optimizer)
+        with self._as_it_was():
+            loop = Loop(self._seat, self._model, self._optimizer)
         loop.next_loss = self.next_loss
         self._seat.reports(loop.progress)
         self._seat.loop = loop
@@ -53,6 +56,16 @@ class Waiting:
         for scores, most in self._scores:
             loop.scored(scores, most)
         return loop
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """With those parameters trained that were when `distribute` was called."""
+        now = [parameter.requires_grad for parameter, _ in self._trained]
+        for parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
+        yield
+        for (parameter, _), trained in zip(self._trained, now, strict=True):
+            parameter.requires_grad_(trained)
 
     @property
     def num_known(self) -> int:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.errors import NonFiniteLossError, StepError, in_a_line
+from offbeat.errors import StepError, in_a_line
 
 CONTROL_VARIABLE = "OFFBEAT_CONTROL_FD"
 DATA_VARIABLE = "OFFBEAT_DATA_FD"
@@ -75,7 +75,7 @@ class Control:
         rank, step = (error.rank, error.step) if isinstance(error, StepError) else (None, None)
         cause = error.__cause__ if isinstance(error, StepError) and error.__cause__ else error
         failed = {"rank": rank, "step": step, "line": in_a_line(cause)}
-        self._send({"failed": {**failed, "not_finite": isinstance(cause, NonFiniteLossError)}})
+        self._send({"failed": {**failed, "kind": type(cause).__name__}})
 
     def _run(self) -> None:
         if self._line is not None:

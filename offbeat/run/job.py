@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -508,6 +509,12 @@ class Job:
     @property
     def plan(self) -> dict[str, Any]:
         """What a checkpoint must say of the run, so that another one can go on from it."""
+        ranks = range(self.config.workers)
+        return {**self._cut_by, "steps_per_epoch": [self.steps_per_epoch(rank) for rank in ranks]}
+
+    @property
+    def _cut_by(self) -> dict[str, Any]:
+        """What shares and steps come of."""
         config = self.config
         return {
             "num_workers": config.workers,
@@ -519,18 +526,35 @@ class Job:
         """Where each worker goes on after `checkpoint`, as the (incarnation, sequence) of its last
         gradient that is in; None: the run is cut as it was, so that the shards' own books hold.
 
-        With other shares a worker has done its part of the examples that were used so far.
+        With other shares a worker has done its part of what was gone through so far.
         """
-        if checkpoint.plan == self.plan:
+        before, cut_by = checkpoint.plan, self._cut_by
+        if {key: before.get(key) for key in cut_by} == cut_by:
             return None
         applied = checkpoint.applied()
         incarnation = max((i for i, _ in applied.values()), default=0)
-        used = sum(sequence for _, sequence in applied.values()) * checkpoint.plan["batch_size"]
-        per_worker = used // (self.config.workers * self.step_size)
-        return {
-            rank: (incarnation, min(per_worker, self.num_steps(rank) or per_worker))
-            for rank in range(self.config.workers)
-        }
+        done = {rank: sequence for rank, (_, sequence) in applied.items()}
+        found = {}
+        for rank in range(self.config.workers):
+            start = self._steps_done(rank, done, before)
+            found[rank] = incarnation, min(start, self.num_steps(rank) or start)
+        return found
+
+    def _steps_done(self, rank: int, done: Mapping[int, int], before: Mapping[str, Any]) -> int:
+        """How many of worker `rank`'s steps go through its part of what the workers of a run that
+        was cut otherwise have gone through in the steps that they have `done`. Epochs are what can
+        be compared: they may end with odd batches. Of a stream, examples."""
+        config, per_epoch = self.config, self.steps_per_epoch(rank)
+        of_ranks: Sequence[int | None] = before.get("steps_per_epoch") or [None]
+        if per_epoch is None or None in of_ranks:
+            num_examples = sum(done.values()) * int(before["batch_size"])
+            return num_examples // (config.workers * self.step_size)
+        passes = Fraction(0)
+        for former, num_steps in done.items():
+            passes += Fraction(num_steps, of_ranks[min(former, len(of_ranks) - 1)] or 1)
+        if before["split"] == "disjoint":  # everybody's together are one through all of the data
+            passes /= before["num_workers"]
+        return int(passes * per_epoch / (1 if config.split == "disjoint" else config.workers))
 
     def total_updates_after(self, checkpoint: Checkpoint | None) -> int | None:
         """How many updates each shard will have seen in the end; None: not known."""

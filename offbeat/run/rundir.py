@@ -108,7 +108,7 @@ class RunFolder:
 
     def failure(self, role: str, line: str, step: int | None = None) -> RoleError:
         """The error that says who failed, when, why, and where to read on."""
-        when = "" if step is None else f" at step {step}"
+        when = f" at step {step}" if step else ""
         log = self.logs / f"{role}.log"
         return RoleError(f"{in_words(role)} failed{when}: {line}; the traceback is in {log}")
 

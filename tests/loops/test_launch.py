@@ -18,7 +18,7 @@ from offbeat.cli import main
 from offbeat.comparison.grid import make_grid
 from offbeat.comparison.runs import Comparison, run_grid
 from offbeat.engines.forkserver import ForkServer, fork_server
-from offbeat.errors import ConfigError, RoleError
+from offbeat.errors import ConfigError, NonFiniteLossError, RoleError
 from offbeat.launching import launch, relaunch
 from offbeat.report.write import write_report
 from offbeat.run.events import read_events
@@ -115,6 +115,21 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 )
 
+THAWED = (
+    HEAD
+    + """
+model = make_model()
+optimizer = offbeat.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01))
+model[0].requires_grad_(False)
+for number, batch in enumerate(batches(10)):
+    model[0].requires_grad_(number > 4)
+    compute(model, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
 IN_EPOCHS = (
     HEAD
     + """
@@ -165,7 +180,7 @@ def alone(folder: Path, text: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("script", [WITH_EVERYTHING, WITH_A_CLOSURE, IN_PLACE])
+@pytest.mark.parametrize("script", [WITH_EVERYTHING, WITH_A_CLOSURE, IN_PLACE, THAWED])
 def test_one_worker_comes_to_what_the_script_alone_does(
     script: str, servers: int, tmp_path: Path, forks: ForkServer | None
 ) -> None:
@@ -235,7 +250,13 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, forks: ForkServer | None
     ("text", "says"),
     [
         ("import offbeat", "without a call of offbeat.distribute"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise SystemExit(3)", "the script ended with exit code 3"),
+        (
+            HEAD + "m = make_model()\nm[0].requires_grad_(False)\n"
+            "o = offbeat.distribute(m, torch.optim.SGD(m.parameters(), lr=0.1))\n"
+            "m[0].requires_grad_(True)\ncompute(m, next(batches(1)))\no.step()",
+            "0.weight has a gradient, and was frozen when offbeat.distribute was called",
+        ),
         (HEAD + "offbeat.distribute(make_model(), None)", "takes one of torch's optimizers"),
         (
             HEAD + "m = make_model()\no = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)\n"
@@ -261,7 +282,16 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, forks: ForkServer | None
         ),
     ],
     ids=[
-        *("no call", "exit", "no optimizer", "another model", "a late group", "twice", "early"),
+        *(
+            "no call",
+            "exit",
+            "thawed",
+            "no optimizer",
+            "another model",
+            "a late group",
+            "twice",
+            "early",
+        ),
         *("early scores", "inside"),
     ],
 )
@@ -270,6 +300,84 @@ def test_what_cannot_be_done_is_said_in_a_line(
 ) -> None:
     with pytest.raises(RoleError, match=says):
         run(tmp_path, text, forks=forks)
+
+
+LOOP = (
+    HEAD
+    + """
+import os
+from pathlib import Path
+model = make_model()
+optimizer = offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for number, batch in enumerate(batches(6)):
+    loss = compute(model, batch)
+    {when_computed}
+    optimizer.step()
+    {when_stepped}
+    optimizer.zero_grad()
+"""
+)
+
+
+def looping(when_computed: str = "pass", when_stepped: str = "pass") -> str:
+    return LOOP.format(when_computed=when_computed, when_stepped=when_stepped)
+
+
+def test_a_loss_that_is_told_and_not_finite_ends_the_run(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    text = looping("offbeat.log(loss=loss.item() if number < 3 else float('nan'))")
+    with pytest.raises(NonFiniteLossError, match="the loss became nan in worker 0 at step 4"):
+        run(tmp_path, text, forks=forks)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == 3
+
+
+def test_gradients_that_were_refused_are_told_in_the_last_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path, looping("model[0].weight.grad.fill_(float('inf' if number else 0))"))
+    run_dir = str(tmp_path / "run")
+    assert main(["launch", "--workers", "1", "--run-dir", run_dir, str(script)]) == 0
+    assert "6 gradients (5 of them refused, as not finite)" in capfd.readouterr().err
+
+
+def test_changes_by_hand_are_told_once(
+    tmp_path: Path, forks: ForkServer | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    by_hand = "torch.no_grad()(model[0].weight.clamp_)(-0.1, 0.1)"
+    run(tmp_path, looping(when_stepped=by_hand), workers=1, forks=forks)
+    assert capfd.readouterr().err.count("changed by something else than the optimizer's step") == 1
+    run(tmp_path, looping(), workers=1, run_dir=str(tmp_path / "other"), forks=forks)
+    assert "changed by" not in capfd.readouterr().err
+
+
+def test_a_script_whose_process_vanishes_in_good_order_is_started_again(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    mark = tmp_path / "mark"
+    text = looping(
+        when_stepped=f"mark = Path({str(mark)!r}); offbeat.rank() and not mark.exists() "
+        f"and (mark.touch(), os._exit(0))"
+    )
+    result = run(tmp_path, text, workers=2, forks=forks)
+    assert result.summary["restarts"] == 1 and result.summary["status"] == "finished"
+    (shard,) = result.summary["kept"]
+    assert shard["applied"] == shard["gradients"] == 12
+
+
+def test_a_script_that_only_says_how_it_is_used_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()")
+    run_dir = tmp_path / "run"
+    assert main(["launch", "--run-dir", str(run_dir), str(script), "--help"]) == 0
+    shown = capfd.readouterr()
+    assert "usage: train.py" in shown.out and "error" not in shown.err
+    assert not run_dir.exists()
+    assert main(["launch", "--run-dir", str(run_dir), str(script), "--wrong"]) == 1
+    shown = capfd.readouterr()
+    assert "unrecognized arguments: --wrong" in shown.err and "Traceback" not in shown.err
+    assert "the script ended with exit code 2" in shown.err
 
 
 def test_ranks_that_train_different_models_are_told_so(

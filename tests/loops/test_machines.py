@@ -396,7 +396,7 @@ def test_tf_config_says_which_role_it_is(
 
 def summarised() -> dict[str, Any]:
     known = {"gradients": 1, "total_time_s": 1.0, "test_scores": {}, "staleness": {"mean": None}}
-    return {"status": "finished", **known}
+    return {"status": "finished", "rejected": 0, **known}
 
 
 # -- real processes --------------------------------------------------------------------------------
