@@ -564,6 +564,11 @@ def _notices(job: Job, change: str | None) -> Iterator[str]:
     yield from () if job.initial is None else job.initial.notices
     if rounded := job.manifest.rounded_in_words:
         yield rounded
+    if job.facts.num_batches is None and job.config.steps is None:
+        yield (
+            "the training data does not say how long it is: an epoch ends when it does, and the "
+            "run after so many, or with --steps N"
+        )
 
 
 def _title(job: Job, folder: RunFolder) -> str:
@@ -579,6 +584,10 @@ def _title(job: Job, folder: RunFolder) -> str:
 
 def _name_of(recipe: Recipe | RecipeFunction) -> str | None:
     """Where --recipe would find this one, from any process; None: nowhere."""
+    if isinstance(recipe, torch.nn.Module):
+        raise RecipeError(
+            "train takes a Recipe, not a model: offbeat.Recipe(model=lambda: Net(), data=..., ...)"
+        )
     if not isinstance(recipe, Recipe) and not callable(recipe):
         raise RecipeError(
             f"train takes a Recipe, a function that makes one, or the name of one, not a "

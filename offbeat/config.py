@@ -124,6 +124,8 @@ def settings(value: Any) -> dict[str, Any]:
     return found
 
 
+MAX_SHOWN = 60
+"""Characters of a value that an error shows."""
 KIND_NAMES = {
     level: "a number, or METRIC=NUMBER",
     settings: "of the form NAME=VALUE",
@@ -488,6 +490,8 @@ def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
     for layer in layers:
         for key, value in layer.items():
             found = convert(key, value)
+            if found is None and options()[key].default is not None:
+                continue  # from Python: as if it were not given
             merged[key] = {**merged.get(key, {}), **found} if isinstance(found, dict) else found
     return TrainConfig(**merged).validated()
 
@@ -551,7 +555,19 @@ def convert(key: str, value: Any) -> Any:
     try:
         return kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{key} must be {KIND_NAMES[kind]}, not {value!r}") from None
+        raise ConfigError(f"{key} must be {KIND_NAMES[kind]}, not {_briefly(value)}") from None
+
+
+def _briefly(value: Any) -> str:
+    """What was given instead."""
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return ", ".join(map(repr, value))
+    shown = repr(value)
+    return (
+        shown
+        if len(shown) <= MAX_SHOWN and "\n" not in shown
+        else f"an object of class {type(value).__name__}"
+    )
 
 
 def _check_choice(name: str, value: Any) -> None:

@@ -349,16 +349,20 @@ def named_optimizer(text: str) -> Optimizer:
     """What `--optimizer` stands for: momentum, Adadelta, Adadelta:rho=0.95, file.py:Class."""
     if text in BY_NAME:
         return BY_NAME[text]()
-    source, parts = parse(text, OF_TORCH)
+    source, parts = parse(text, {**OF_TORCH, **dict.fromkeys(BY_NAME, torch.optim.Optimizer)})
     options = {}
-    for part in parts:
+    for part in filter(None, parts):
         name, _, value = part.partition("=")
         try:
-            options[name] = json.loads(value)
+            options[name] = json.loads(f"[{value[1:-1]}]" if value.startswith("(") else value)
         except ValueError:
             raise ConfigError(
-                f"{source} takes options as NAME=VALUE, numbers or true or [0.9,0.99], not {part!r}"
+                f"{source} takes options as {source}:lr=0.1:NAME=VALUE, with a colon before each; "
+                f"values are numbers, true, false or [0.9,0.99], not {part!r}"
             ) from None
+    if source in BY_NAME:
+        base = BY_NAME[source]()
+        return optimizer(base.kind, **{**base.options, **options})
     return optimizer(source, **options)
 
 

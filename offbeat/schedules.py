@@ -61,6 +61,12 @@ def schedule(kind: str | type[LRScheduler], *, per: str = UPDATE, **options: Any
     for name in options:
         if name not in known:
             raise ConfigError(f"{maker.__name__} has no option {name!r}; {nearest(name, known)}")
+    parameters = inspect.signature(maker).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if missing := [
+        n for n in needed if n not in (*THE_SERVERS, "total_steps") and n not in options
+    ]:
+        raise ConfigError(f"{maker.__name__} needs {', '.join(missing)}")
     return TorchSchedule(maker, options, per)
 
 

@@ -328,6 +328,7 @@ class OwnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
         ("LRScheduler", {}, "LRScheduler is abstract"),
         (nn.Linear, {}, "Linear is no scheduler"),
         ("StepLr", {"step_size": 3}, "unknown scheduler 'StepLr'; did you mean 'StepLR'"),
+        ("CosineAnnealingLR", {}, "CosineAnnealingLR needs T_max"),
         ("StepLR", {"stepsize": 3}, "StepLR has no option 'stepsize'; did you mean 'step_size'"),
         ("StepLR", {"step_size": 3, "last_epoch": 7}, "StepLR has no option 'last_epoch'"),
         ("StepLR", {"step_size": 3, "per": "batch"}, "per update or per epoch, not per 'batch'"),
@@ -485,7 +486,7 @@ def test_the_flag_names_optimizers_with_their_options() -> None:
     found = named_optimizer("Adam:betas=[0.8,0.9]:amsgrad=true")
     assert found.options == {"lr": 1e-3, "betas": [0.8, 0.9], "amsgrad": True}
     assert named_optimizer("own_optimizers:Signs:beta=0.5").options["beta"] == 0.5
-    with pytest.raises(ConfigError, match=r"Adam takes options as NAME=VALUE.*'0\.5'"):
+    with pytest.raises(ConfigError, match=r"Adam takes options as Adam:lr=0.1:NAME=VALUE.*'0\.5'"):
         named_optimizer("Adam:0.5")
 
 

@@ -180,6 +180,30 @@ def test_another_optimizer_begins_anew_when_a_run_is_resumed(run_dir: Path, kind
     assert_same(result.state_dict(), module.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("split", "first", "then", "batch_size", "more"),
+    [
+        ("disjoint", (3, 4), (1, 8), 50, 4 * 5),  # 2 batches an epoch, the second one short; then 5
+        ("disjoint", (2, 4), (3, 4), 70, 0),
+        ("disjoint", (2, 4), (3, 5), 70, 3 * 2),
+        ("shared", (2, 2), (4, 2), 70, 4 * 4),  # 4 of 8 passes are done
+    ],
+)
+def test_with_other_shares_a_run_goes_on_after_as_many_epochs(
+    run_dir: Path,
+    split: str,
+    first: tuple[int, int],
+    then: tuple[int, int],
+    batch_size: int,
+    more: int,
+) -> None:
+    recipe, (workers, epochs) = toy_recipe(batch_size=batch_size), first
+    before = train(recipe, run_dir, workers=workers, epochs=epochs, split=split, discipline="sync")
+    workers, epochs = then
+    after = offbeat.resume(run_dir, recipe, workers=workers, epochs=epochs)
+    assert after.summary["gradients"] - before.summary["gradients"] == more
+
+
 SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum too": (lr_scheduler.OneCycleLR, {"max_lr": [0.1, 0.2], "total_steps": 30}),
     "up and down": (lr_scheduler.CyclicLR, {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 7}),
@@ -724,6 +748,56 @@ def test_accuracy_among_several_is_for_classes_too(run_dir: Path) -> None:
 def test_without_test_data_there_is_no_score(run_dir: Path) -> None:
     result = train(toy_recipe(data=lambda config: (toy_data(), None)), run_dir)
     assert result.test_accuracy is None and result.test_metric is None
+
+
+class Idle(offbeat.Callback):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "says"),
+    [
+        (toy_model, {}, "train takes a Recipe, not a model"),
+        (toy_recipe, {"callbacks": Idle()}, "callbacks must be a list of them"),
+        (toy_recipe, {"stop_at": 90}, "stop_at 90 is never reached: an accuracy is 1 at most"),
+        (
+            toy_recipe,
+            {"optimizer": offbeat.Adam()},
+            "optimizer must be text, not an object of class Optimizer",
+        ),
+        (toy_recipe, {"set": "width"}, "set must be of the form NAME=VALUE, not 'width'"),
+        (
+            lambda: toy_recipe(model=lambda: _with_nan(toy_model())),
+            {},
+            "a parameter with NaN or infinite values: 0.weight",
+        ),
+        (lambda: toy_recipe(metrics=[offbeat.accuracy]), {}, "metrics must be functions by their"),
+        (
+            lambda: toy_recipe(schedule=lr_scheduler.StepLR),
+            {},
+            r"as offbeat.schedule\(torch.optim.lr_scheduler.StepLR, step_size=30\)",
+        ),
+    ],
+    ids=["model", "callback", "percent", "optimizer", "set", "nan", "metrics", "scheduler"],
+)
+def test_what_people_may_give_by_mistake_is_said_in_a_line(
+    made: Any, options: dict[str, Any], says: str, run_dir: Path
+) -> None:
+    with pytest.raises((ConfigError, RecipeError), match=says):
+        offbeat.train(made(), run_dir=run_dir, quiet=True, **options)
+    assert not run_dir.exists()
+
+
+def _with_nan(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = math.nan
+    return model
+
+
+def test_none_is_what_was_not_given(run_dir: Path) -> None:
+    options = {"workers": None, "discipline": None, "servers": None, "callbacks": lambda: [Idle()]}
+    result = train(toy_recipe(), run_dir, steps=3, engine="inproc", **options)
+    assert result.summary["gradients"] == 3 * make_config({}).workers
 
 
 def test_a_schedule_that_needs_a_length_says_so(run_dir: Path) -> None:

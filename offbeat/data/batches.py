@@ -248,7 +248,20 @@ def own_part(items: Iterator[Item], share: Share, asked: Asked, tell: Tell) -> I
             f"every worker reads all of the training data and leaves out what is not its own, "
             f"since the {READERS_REMEDY}"
         )
-    return itertools.islice(items, share.part.start, share.part.stop, share.part.step)
+    mine = itertools.islice(items, share.part.start, share.part.stop, share.part.step)
+    return _not_cut_twice(mine, asked, tell)
+
+
+def _not_cut_twice(items: Iterator[Item], asked: Asked, tell: Tell) -> Iterator[Item]:
+    """Somebody who asks by now may cut what has been cut."""
+    for item in items:
+        if asked:
+            tell(
+                "the training data asked for offbeat.rank() after its first example, when it had "
+                "been cut into shares already: if it cuts itself, some of it is left out; let it "
+                "ask before"
+            )
+        yield item
 
 
 class IterableStyle(Source):

@@ -197,6 +197,14 @@ class Recipe:
                 "a recipe's model must be a function that makes a new one, as lambda: Net(); every "
                 "worker needs a model of its own"
             )
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        if isinstance(self.schedule, scheduler) or (
+            isinstance(self.schedule, type) and issubclass(self.schedule, scheduler)
+        ):
+            raise RecipeError(
+                "a recipe's schedule is one of Offbeat's, or one of torch's as "
+                "offbeat.schedule(torch.optim.lr_scheduler.StepLR, step_size=30)"
+            )
         for name in (
             "model",
             "data",

@@ -60,6 +60,8 @@ def direction_by_name(name: str) -> bool | None:
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:
+    if not isinstance(metrics, Mapping):
+        raise RecipeError('metrics must be functions by their names: {"accuracy": ...}')
     for name, function in metrics.items():
         if not isinstance(name, str) or not NAMES.fullmatch(name):
             raise RecipeError(

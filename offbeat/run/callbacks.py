@@ -25,8 +25,15 @@ END_TIMEOUT_S = 60.0
 """How long callbacks may take for what is left to tell, when a run is over."""
 
 
-def make_callbacks(recipe: Recipe, given: Iterable[Callback]) -> list[Callback]:
+Given = Iterable[Callback] | Callable[[], Iterable[Callback]]
+"""Callbacks, or as in a recipe a function that makes them."""
+
+
+def make_callbacks(recipe: Recipe, given: Given) -> list[Callback]:
     """The recipe's, made for this run, and those that were given."""
+    if isinstance(given, Callback):
+        raise ConfigError(f"callbacks must be a list of them: callbacks=[{given!r}]")
+    given = list(given() if callable(given) else given)
     try:
         made = [] if recipe.callbacks is None else list(recipe.callbacks())
     except OffbeatError:

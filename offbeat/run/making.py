@@ -9,6 +9,7 @@ wrong shows here, before anything is left behind. Every process of the run makes
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -80,6 +81,7 @@ def make_job(
         check_toolchain(itertools.chain(*devices))
     module = seeded_model(recipe, config.seed)
     manifest = describe(module)
+    _check_values(module)
     _check_groups(optimizer, manifest)
     check_servers(config, manifest)
     if checkpoint is not None:
@@ -204,13 +206,14 @@ def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
         raise ConfigError(f"{what} need an evaluator beside training, which a cluster has not")
     if not facts.has_test:
         raise ConfigError(f"{what} need test data to score on, and the recipe has none")
-    if facts.higher_is_better is None:
+    stops_by, level = config.stops_at or (None, None)
+    judges = stops_by is None or config.patience is not None or config.keep_best
+    if judges and facts.higher_is_better is None:
         name = metric_name(recipe)
         raise ConfigError(
             f"{what} need to know whether more {name} is better: say so in the recipe, as "
             f"metric=offbeat.metric({name}, higher_is_better=False)"
         )
-    stops_by, _ = config.stops_at or (None, None)
     if stops_by is not None and (known := directions(recipe)).get(stops_by) is None:
         what = f"stop_at goes by {stops_by!r}"
         if stops_by not in known:
@@ -219,8 +222,16 @@ def _check_judging(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
             f"{what}, of which nobody said whether more is better: say so in the recipe, as "
             f"offbeat.metric({stops_by}, higher_is_better=False)"
         )
+    if level is not None and 1 < level < math.inf and _is_accuracy(recipe, stops_by):
+        raise ConfigError(f"stop_at {level:g} is never reached: an accuracy is 1 at most")
     if config.eval_every == 0 and (config.stop_at is not None or config.patience is not None):
         raise ConfigError("stop_at and patience need scores along the way: give --eval-every")
+
+
+def _is_accuracy(recipe: Recipe, name: str | None) -> bool:
+    """Whether it is by this, or by the metric that a run is judged by."""
+    chosen = recipe.metrics.get(name or metric_name(recipe), recipe.metric)
+    return chosen is accuracy or (chosen is None and metric_name(recipe) == "accuracy")
 
 
 def _check_plateau(config: TrainConfig, recipe: Recipe, facts: Facts) -> None:
@@ -319,6 +330,14 @@ def needs_whole_tensors(config: TrainConfig, optimizer: Optimizer, manifest: Man
     if is_whole:
         optimizer.check_shapes([(s.name, s.shape) for s in manifest.tensors if s.numel])
     return is_whole
+
+
+def _check_values(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not bool(parameter.isfinite().all()):
+            raise RecipeError(
+                f"the recipe's model() returned a parameter with NaN or infinite values: {name}"
+            )
 
 
 def _check_groups(optimizer: Optimizer, manifest: Manifest) -> None:

@@ -162,7 +162,9 @@ def test_patience_is_for_scores_in_a_row(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_all_its_steps_done_was_not_stopped(tmp_path: Path) -> None:
-    result = train(toy_recipe(), tmp_path / "r", steps=30, eval_every=10, stop_at=1.01, patience=9)
+    result = train(
+        toy_recipe(), tmp_path / "r", steps=30, eval_every=10, stop_at="loss=0", patience=9
+    )
     assert result.summary["reason"] is None and result.summary["gradients"] == 60
     assert not (tmp_path / "r" / "enough.json").exists()
 
