@@ -158,7 +158,7 @@ def _launch(known: argparse.Namespace) -> int:
             result = relaunch(Path(known.resume), given, say=show, forks=forks)
         else:
             result = launch(known.script, known.arguments, given, say=show, forks=forks)
-    show(_launch_line(result.summary, result.run_dir))
+    show(launch_line(result.summary, result.run_dir))
     return _tell_interrupted(result.run_dir, "launch") if result.interrupted else 0
 
 
@@ -215,7 +215,7 @@ def _launch_master(
 
     show = _say_nothing if config.quiet else _say_aside
     result = launched.master(_endpoint(known, hosts), given, script, known.resume, show)
-    show(_launch_line(result.summary, result.run_dir))
+    show(launch_line(result.summary, result.run_dir))
     where = f" --cluster {shlex.quote(known.file)}" if known.file else ""
     again = f"launch{where} --role master"
     return _tell_interrupted(result.run_dir, again) if result.interrupted else 0
@@ -520,7 +520,7 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _launch_line(summary: Mapping[str, Any], run_dir: Path) -> str:
+def launch_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     """How a launched run went, when its script has had its own say."""
     stale = summary["staleness"]["mean"]
     staleness = "" if stale is None else f", staleness {stale:.2f}"

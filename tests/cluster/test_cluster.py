@@ -238,7 +238,7 @@ def test_workers_join_and_leave_and_the_schedule_stays_right(
     discipline: str, tmp_path: Path
 ) -> None:
     options = {"discipline": discipline, "split": "shared", "recipe": "toy:scheduled"}
-    with cluster(tmp_path, servers=2, workers=2, epochs=60, **options) as made:
+    with cluster(tmp_path, servers=2, workers=2, epochs=40, **options) as made:
         master = made.start_all()
         wait_until(lambda: made.run_dir.exists() and made.num_updates() > 100, "it is under way")
         first, second = made.start_worker(None), made.start_worker(None)
@@ -246,7 +246,7 @@ def test_workers_join_and_leave_and_the_schedule_stays_right(
         first.stop.set()
         first.wait()
         result = finish(made, master)
-        total = 2 * 60 * 24
+        total = 2 * 40 * 24
         overshoot = 8 if discipline == "lock-free" else 0
         assert total <= result.summary["updates"] <= total + overshoot
         assert abs(result.summary["gradients"] - total) <= 8, "up to two of each worker are cut off"

@@ -15,10 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import offbeat
 from offbeat.api import Result
 from offbeat.cli import main
+from offbeat.cli.commands import launch_line
 from offbeat.comparison.grid import make_grid
 from offbeat.comparison.runs import Comparison, run_grid
 from offbeat.engines.forkserver import ForkServer, fork_server
-from offbeat.errors import ConfigError, NonFiniteLossError, RoleError
+from offbeat.errors import ConfigError, NonFiniteLossError, RoleError, ScriptEndedError
 from offbeat.launching import launch, relaunch
 from offbeat.report.write import write_report
 from offbeat.run.events import read_events
@@ -333,12 +334,12 @@ def test_a_loss_that_is_told_and_not_finite_ends_the_run(
 
 
 def test_gradients_that_were_refused_are_told_in_the_last_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, forks: ForkServer | None
 ) -> None:
-    script = write(tmp_path, looping("model[0].weight.grad.fill_(float('inf' if number else 0))"))
-    run_dir = str(tmp_path / "run")
-    assert main(["launch", "--workers", "1", "--run-dir", run_dir, str(script)]) == 0
-    assert "6 gradients (5 of them refused, as not finite)" in capfd.readouterr().err
+    text = looping("model[0].weight.grad.fill_(float('inf' if number else 0))")
+    result = run(tmp_path, text, forks=forks)
+    said = launch_line(result.summary, result.run_dir)
+    assert "6 gradients (5 of them refused, as not finite)" in said
 
 
 def test_changes_by_hand_are_told_once(
@@ -366,18 +367,17 @@ def test_a_script_whose_process_vanishes_in_good_order_is_started_again(
 
 
 def test_a_script_that_only_says_how_it_is_used_leaves_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, forks: ForkServer | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = write(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()")
-    run_dir = tmp_path / "run"
-    assert main(["launch", "--run-dir", str(run_dir), str(script), "--help"]) == 0
-    shown = capfd.readouterr()
-    assert "usage: train.py" in shown.out and "error" not in shown.err
-    assert not run_dir.exists()
-    assert main(["launch", "--run-dir", str(run_dir), str(script), "--wrong"]) == 1
-    shown = capfd.readouterr()
-    assert "unrecognized arguments: --wrong" in shown.err and "Traceback" not in shown.err
-    assert "the script ended with exit code 2" in shown.err
+    text = "import argparse\nargparse.ArgumentParser().parse_args()"
+    with pytest.raises(ScriptEndedError) as ended:
+        run(tmp_path, text, "--help", forks=forks)
+    assert ended.value.exit_code == 0 and not (tmp_path / "run").exists()
+    assert "usage: train.py" in capfd.readouterr().out
+    with pytest.raises(RoleError, match="the script ended with exit code 2"):
+        run(tmp_path, text, "--wrong", forks=forks)
+    shown = capfd.readouterr().err
+    assert "unrecognized arguments: --wrong" in shown and "Traceback" not in shown
 
 
 def test_ranks_that_train_different_models_are_told_so(
