@@ -174,6 +174,8 @@ class Loop:
             self._exchange.push(self.step_number, present, void=not is_usable)
             outcome = self._exchange.await_all()
             self._take_in()
+            if self._looks_on:
+                self._shown = [parameter._version for parameter in self._parameters]
             self._write_down(outcome, pushed_s)
             if self._exchange.is_last:
                 raise ConnectionClosedError("the run is being stopped", over=True)
@@ -314,8 +316,6 @@ class Loop:
         if moved and self.num_steps:
             self._seat.log.warning("put back into place: %s", ", ".join(moved))
         self._towers.read_buffers(*self._exchange.buffers)
-        if self._looks_on:
-            self._shown = [parameter._version for parameter in self._parameters]
 
     def _write_down(self, outcome: str, pushed_s: float) -> None:
         now_s = self._seat.clock()
