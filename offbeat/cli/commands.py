@@ -33,8 +33,10 @@ from typing import Any
 
 from offbeat.cli.flags import flag, make_parser, unknown
 from offbeat.cluster.hosts import Hosts, Task, find_hosts
+from offbeat.cluster.scheduled import find_scheduled
 from offbeat.comparison import grid
 from offbeat.config import (
+    AUTO,
     LOCAL_OPTIONS,
     ROLES,
     make_config,
@@ -290,11 +292,39 @@ def _eval(known: argparse.Namespace) -> int:
 def _role(known: argparse.Namespace) -> int:
     if CONTROL_VARIABLE in os.environ:
         return _fork_server() if known.role == FORK_SERVER else _role_of_engine(known)
+    if known.role == AUTO:
+        return _role_of_scheduler(known)
+    if known.port is not None:
+        raise ConfigError("--port is for role auto: else the cluster says where servers listen")
     found = _find_hosts(known)
     if found is None:
         return _role_of_engine(known)
     hosts, task = found
     return _role_by_hand(known, hosts, *_which_role(known, task))
+
+
+def _role_of_scheduler(known: argparse.Namespace) -> int:
+    """Be whatever srun or a pod's manifest has started this process as, all by the same command:
+    what only the master takes is not for the others to look at."""
+    found = _find_hosts(known)
+    if "index" in vars(known) or known.join or (found is not None and found[1] is None):
+        raise ConfigError(
+            "role auto finds out by itself who it is and where the others are: leave --index, "
+            "--join, --cluster, --ps, --worker and --master out"
+        )
+    from_file, given = _read_config(known)
+    servers = make_config(from_file, {k: v for k, v in given.items() if k == "servers"}).servers
+    hosts, task = found or find_scheduled(os.environ, servers=servers, port=known.port)
+    assert task is not None
+    rank = hosts.rank_of(task.role, task.index) if task.role in ("master", "worker") else None
+    if rank != 0:
+        mine = () if task.role == "ps" else LOCAL_OPTIONS
+        for name in set(options()) - set(mine):
+            vars(known).pop(name, None)
+        known.resume = known.config = None
+    if task.role != "ps":
+        vars(known).pop("bind", None)
+    return _role_by_hand(known, hosts, task.role, task.index)
 
 
 def _which_role(known: argparse.Namespace, task: Task | None) -> tuple[str, int]:

@@ -207,10 +207,17 @@ def _add_role(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="ROLE",
         default=None,
-        help=f"{known} (default: what TF_CONFIG says)",
+        help=f"{known}; auto: what Slurm or a pod's manifest says (default: what TF_CONFIG says)",
     )
     _add_index(parser)
     _add_place(parser)
+    parser.add_argument(
+        "--port",
+        metavar="N",
+        type=_index,
+        default=None,
+        help="auto, in Slurm: where the first server listens (default: by the step's number)",
+    )
     parser.add_argument(
         "--join",
         action="store_true",

@@ -34,10 +34,15 @@ class ByHand:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return self.start_command(*arguments, *self._hosts)
+
+    def start_command(self, *arguments: str, **more: str) -> subprocess.Popen[bytes]:
+        """`more`: of its environment."""
         with (self.folder / f"{len(self.processes)}-{arguments[0]}.out").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "offbeat", "role", *arguments, *self._hosts],
+                [sys.executable, "-m", "offbeat", "role", *arguments],
                 cwd=self.folder,
+                env={**os.environ, **more},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -136,3 +141,38 @@ def test_a_server_that_was_stopped_and_started_again(byhand: ByHand) -> None:
     assert byhand.codes(master, worker, again) == [0, 0, 0], byhand.text()
     summary = summarise(byhand.run_dir)
     assert summary["status"] == "finished" and summary["test_accuracy"] > 0.85
+
+
+TRAINS = ["--recipe", "recipes.py:momentum", "--run-dir", "run", "--threads", "1", "--epochs", "20"]
+
+
+def finished(byhand: ByHand, *, workers: int) -> None:
+    assert byhand.codes(*byhand.processes) == [0] * len(byhand.processes), byhand.text()
+    summary = summarise(byhand.run_dir)
+    assert summary["status"] == "finished" and len(summary["workers"]) == workers
+    assert "Traceback" not in byhand.text()
+
+
+@pytest.mark.slow
+def test_the_tasks_of_a_slurm_step_are_one_run(byhand: ByHand) -> None:
+    """Each started by the same command, as srun does; two servers, a master and two workers."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = str(door.getsockname()[1])
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+    step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_TASKS_PER_NODE": "5"}
+    for task in range(5):
+        flags = ["--servers", "2", "--port", port, *TRAINS]
+        byhand.start_command("auto", *flags, **step, SLURM_PROCID=str(task))
+    finished(byhand, workers=3)
+
+
+@pytest.mark.slow
+def test_pods_are_one_run(byhand: ByHand) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    known = {"OFFBEAT_PS": f"127.0.0.1:{port}", "OFFBEAT_NUM_WORKERS": "2"}
+    byhand.start_command("auto", **known, OFFBEAT_ROLE="ps", HOSTNAME="offbeat-ps-0")
+    for index in "01":
+        byhand.start_command("auto", **known, OFFBEAT_ROLE="worker", JOB_COMPLETION_INDEX=index)
+    byhand.start_command("auto", *TRAINS, **known, OFFBEAT_ROLE="master", HOSTNAME="m-x7k2p")
+    finished(byhand, workers=3)
