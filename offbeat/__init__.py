@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat.data.datasets import load_dataset
     from offbeat.decline import plateau
     from offbeat.errors import OffbeatError, RunError, UsageError
+    from offbeat.loops.ahead import ahead
     from offbeat.loops.distribute import distribute, log, seed
     from offbeat.loops.sampler import Sampler
     from offbeat.loops.state import State
@@ -54,6 +55,7 @@ _HOME = {
     "TrainConfig": "config",
     "UsageError": "errors",
     "accuracy": "recipes.base",
+    "ahead": "loops.ahead",
     "compare": "comparison.runs",
     "constant": "optim",
     "cosine": "optim",
@@ -95,6 +97,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "accuracy",
+    "ahead",
     "compare",
     "constant",
     "cosine",

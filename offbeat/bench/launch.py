@@ -1,7 +1,7 @@
 """`offbeat bench launch`: what a loop of one's own costs, beside the same as a recipe.
 
-Both train the same model on the same made-up data with the same number of workers, one after the
-other in each round; the script is bench/own_loop.py.
+All train the same model on the same made-up data with the same number of workers, one after the
+other in each round; the script is bench/own_loop.py, with its batches made ahead and without.
 """
 
 import sys
@@ -18,7 +18,7 @@ from offbeat.config import make_config
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.launching import launch
 
-RECIPE, SCRIPT = "recipe", "script"
+RECIPE, SCRIPT, WITH_AHEAD = "recipe", "script", "script, ahead"
 
 
 def bench_launch(
@@ -28,7 +28,9 @@ def bench_launch(
     are train's and launch's."""
     name = recipe.replace("-", "_")
     options |= {"threads": 1, "max_restarts": 0, "quiet": True}
-    cases = [(discipline, way) for discipline in disciplines for way in (RECIPE, SCRIPT)]
+    cases = [
+        (discipline, way) for discipline in disciplines for way in (RECIPE, SCRIPT, WITH_AHEAD)
+    ]
     found: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     with (
         fork_server("local") as forks,
@@ -71,8 +73,8 @@ class _Rig:
         self._num_runs += 1
         run_dir = self._folder / str(self._num_runs)
         given = {**self._options, "discipline": discipline, "run_dir": str(run_dir)}
-        if way == SCRIPT:
-            arguments = [self._name, str(steps)]
+        if way != RECIPE:
+            arguments = [self._name, str(steps), *([own_loop.AHEAD] if way == WITH_AHEAD else [])]
             result = launch(own_loop.__file__, arguments, given, say=_nowhere, forks=self._forks)
         else:
             given |= {"recipe": f"offbeat.bench.recipes:{self._name}", "steps": steps}

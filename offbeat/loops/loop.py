@@ -13,7 +13,7 @@ import dataclasses
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class Loop:
         """Those that this process has pushed."""
         self.next_loss: float | None = None
         """What was told of the step that comes next."""
+        self.meanwhile: Callable[[], None] | None = None
         self.loss = math.nan
         self._exchange = Exchange(
             self._job,
@@ -172,11 +173,14 @@ class Loop:
         pushed_s = self._seat.clock()
         with self._ends():
             self._exchange.push(self.step_number, present, void=not is_usable)
+            if self.meanwhile is not None:
+                self.meanwhile()
+            prepared_s = self._seat.clock()
             outcome = self._exchange.await_all()
             self._take_in()
             if self._looks_on:
                 self._shown = [parameter._version for parameter in self._parameters]
-            self._write_down(outcome, pushed_s)
+            self._write_down(outcome, pushed_s, prepared_s)
             if self._exchange.is_last:
                 raise ConnectionClosedError("the run is being stopped", over=True)
 
@@ -317,13 +321,14 @@ class Loop:
             self._seat.log.warning("put back into place: %s", ", ".join(moved))
         self._towers.read_buffers(*self._exchange.buffers)
 
-    def _write_down(self, outcome: str, pushed_s: float) -> None:
+    def _write_down(self, outcome: str, pushed_s: float, prepared_s: float) -> None:
         now_s = self._seat.clock()
         self.loss, self.next_loss = math.nan if self.next_loss is None else self.next_loss, None
         self.num_steps += 1
         if self._summaries is not None:
             self._summaries.stepped(self.loss, self.version)
-        parts = (self._since_s, pushed_s - self._since_s, now_s - pushed_s)
+        compute_s, prepare_s = pushed_s - self._since_s, prepared_s - pushed_s
+        parts = (self._since_s, compute_s, prepare_s, now_s - prepared_s)
         self._events.record_line(
             _step_line, self._seat.rank, self.step_number, self.loss, outcome, *parts
         )
@@ -365,11 +370,12 @@ def _step_line(
     outcome: str,
     start_s: float,
     compute_s: float,
+    prepare_s: float,
     exchange_s: float,
 ) -> str:
     return (
         f'{{"kind": "step", "worker": {worker}, "step": {step}, "epoch": 0, '
         f'"loss": {loss if math.isfinite(loss) else "null"}, "examples": 0, '
         f'"outcome": "{outcome}", "start_s": {start_s:.6f}, "compute_s": {compute_s:.6f}, '
-        f'"prepare_s": 0, "exchange_s": {exchange_s:.6f}}}'
+        f'"prepare_s": {prepare_s:.6f}, "exchange_s": {exchange_s:.6f}}}'
     )

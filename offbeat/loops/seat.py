@@ -30,6 +30,8 @@ class Running(Protocol):
     """Of the step that was done last, counted from 1."""
     next_loss: float | None
     """What the script has told of the step that comes next."""
+    meanwhile: Callable[[], None] | None
+    """What can be done while a gradient is under way."""
 
     @property
     def num_known(self) -> int:

@@ -8,7 +8,7 @@ takes its place.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Waiting:
         """What is frozen or thawed until the first step the other ranks know nothing of."""
         self.step_number = 0
         self.next_loss: float | None = None
+        self.meanwhile: Callable[[], None] | None = None
         self._scores: list[tuple[Mapping[str, float], bool | None]] = []
 
     @property
@@ -47,7 +48,7 @@ class Waiting:
         """Begin the run, or come into it."""
         with self._as_it_was():
             loop = Loop(self._seat, self._model, self._optimizer)
-        loop.next_loss = self.next_loss
+        loop.next_loss, loop.meanwhile = self.next_loss, self.meanwhile
         self._seat.reports(loop.progress)
         self._seat.loop = loop
         self._optimizer._offbeat_loop = loop  # type: ignore[attr-defined]

@@ -74,6 +74,7 @@ def test_a_loop_of_ones_own_is_timed_beside_a_recipe(
     assert [line.split()[:2] for line in lines[2:-1]] == [
         ["lock-free", "recipe"],
         ["lock-free", "script"],
+        ["lock-free", "script,"],
     ]
     assert max(map(len, lines)) <= 80
 

@@ -131,6 +131,46 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 )
 
+AHEAD = (
+    HEAD
+    + """
+model = make_model()
+made = []
+def watched():
+    for number, batch in enumerate(batches(8)):
+        made.append(number)
+        yield batch
+optimizer = offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+seen = []
+for number, batch in enumerate(offbeat.ahead(watched())):
+    compute(model, batch)
+    assert made[-1] == number, "none is made before a gradient is under way"
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(len(made) - number)
+assert made == list(range(8))
+if len(sys.argv) > 2:
+    assert seen == [1, 2] * 3 + [1, 1], "and then one"
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
+FAILING = (
+    HEAD
+    + """
+model = make_model()
+optimizer = offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def broken():
+    yield from batches(3)
+    raise OSError("the disk is gone")
+for batch in offbeat.ahead(broken()):
+    compute(model, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
 IN_EPOCHS = (
     HEAD
     + """
@@ -181,12 +221,12 @@ def alone(folder: Path, text: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("script", [WITH_EVERYTHING, WITH_A_CLOSURE, IN_PLACE, THAWED])
+@pytest.mark.parametrize("script", [WITH_EVERYTHING, WITH_A_CLOSURE, IN_PLACE, THAWED, AHEAD])
 def test_one_worker_comes_to_what_the_script_alone_does(
     script: str, servers: int, tmp_path: Path, forks: ForkServer | None
 ) -> None:
     alone(tmp_path, script, str(tmp_path / "alone.pt"))
-    run(tmp_path, script, str(tmp_path / "one.pt"), servers=servers, forks=forks)
+    run(tmp_path, script, str(tmp_path / "one.pt"), "launched", servers=servers, forks=forks)
     expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "one"))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -378,6 +418,13 @@ def test_a_script_that_only_says_how_it_is_used_leaves_nothing(
         run(tmp_path, text, "--wrong", forks=forks)
     shown = capfd.readouterr().err
     assert "unrecognized arguments: --wrong" in shown and "Traceback" not in shown
+
+
+def test_what_fails_ahead_fails_where_it_is_asked_for(
+    tmp_path: Path, forks: ForkServer | None
+) -> None:
+    with pytest.raises(RoleError, match="failed at step 3: OSError: the disk is gone"):
+        run(tmp_path, FAILING, forks=forks)
 
 
 def test_ranks_that_train_different_models_are_told_so(
