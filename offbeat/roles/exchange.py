@@ -14,6 +14,7 @@ anew, or only the connection broke. Nothing is known here of batches, losses and
         step = exchange.finish(step + 1)     # raises ConnectionClosedError when the run is over
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
+from offbeat.roles.calls import RoundPart
 from offbeat.roles.master import RemoteServer
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
@@ -140,7 +142,7 @@ class Exchange:
         some shards only when a former incarnation died is not done again: those have it, and the
         others count it as lost."""
         self._links.append(self._join(0))
-        first = self._last_round() if self._job.joins_norms else {}
+        first = self._last_round(0) if self._job.joins_norms else {}
         for shard in range(1, len(self._job.slices)):
             self._links.append(self._join(shard, **first))
         self._replies = [_reply_of(link.welcome) for link in self._links]
@@ -150,15 +152,25 @@ class Exchange:
         self._land()
         return done
 
-    def _last_round(self) -> Message:
+    def _last_round(self, shard: int) -> Message:
         """What the other servers are to know, so that we take part in the same rounds everywhere:
-        which one was the last at the first server, now that we are there. One that was started anew
-        does not know."""
-        server = RemoteServer(self._network, 0, self._job.agreement, self._job.layout(0))
-        part = self._keep_trying(lambda: server.round(0.0))
-        server.close()
+        which one was the last at this server, now that we are there. One that was started anew does
+        not know."""
+        part = self._ask_round(shard)
         is_known = part.number or not part.epoch
         return {"last_round": [list(push) for push in part.pushes]} if is_known else {}
+
+    def _ask_round(self, shard: int) -> RoundPart:
+        layout = self._job.layout(shard)
+        server = RemoteServer(self._network, shard, self._job.agreement, layout)
+        with contextlib.closing(server):
+            return self._keep_trying(lambda: server.round(0.0))
+
+    def _told_elsewhere(self, shard: int, former: WelcomeHeader) -> Message:
+        """The same for a server that took the place of another one in the midst of a round."""
+        if not self._job.joins_norms or self._ask_round(shard).epoch == former.epoch:
+            return {}
+        return self._last_round(0 if shard else 1)
 
     def _keep_trying(self, attempt: Callable[[], Result]) -> Result:
         return keep_trying(attempt, self._connect_timeout_s, self._stop, self._clock)
@@ -303,7 +315,7 @@ class Exchange:
         self._towers.forget()
         former = self._links[shard].welcome
         self._links[shard].close()
-        self._links[shard] = self._join(shard)
+        self._links[shard] = self._join(shard, **self._told_elsewhere(shard, former))
         welcome = self._links[shard].welcome
         self._events.record(
             "rejoin",

@@ -151,6 +151,8 @@ class Sessions:
                 return None
         admitted = None
         while admitted is None:
+            if told is not None and self._gathers(told):
+                self.tell(lambda: self.ledger.leave_out([worker]))
             self._wait_for_round(told)
             with self._membership:
                 if not self._may_come(end, worker, incarnation):
@@ -491,11 +493,23 @@ class Sessions:
         So one that is held has to go in first: always where a worker comes in first, and elsewhere
         if it was over there; if not, the worker is in it there."""
         held = self._held
-        if held is None or self.ledger.is_closing:
+        if self.ledger.is_closing:
             return False
+        if held is None:
+            return told is not None and self._gathers(told)
         if told is None or not self.ledger.reopens:
             return True
         return any(told.get(push.worker, -1) >= push.sequence for push in held.pushes)
+
+    def _gathers(self, told: Mapping[int, int]) -> bool:
+        """Whether a round is open here that was over where the worker comes from: this server was
+        started anew, and the worker's push for it went to its former self. So nothing comes of
+        that worker before the round has gone in; or it would be a step behind here for good."""
+        sessions = list(self._sessions.values())
+        return self._held is None and any(
+            session.awaits_reply and told.get(session.worker) == session.record.sequence
+            for session in sessions
+        )
 
     def _wait_for_round(self, told: Mapping[int, int] | None) -> None:
         """Without `_membership`, which everybody else needs meanwhile."""

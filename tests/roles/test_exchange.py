@@ -110,6 +110,8 @@ class ScriptedLinks(Network):
         self.hellos: list[Message] = []
         self.last_round: RoundPart | None = None
         """Of the first server; None: nobody is to ask for it."""
+        self.rounds: dict[int, RoundPart] = {}
+        """What servers tell of theirs whenever they are asked."""
 
     def connect(
         self, shard: int, hello: Any, layout: Layout, timeout_s: float, params: Tensor
@@ -120,6 +122,8 @@ class ScriptedLinks(Network):
         return link
 
     def connect_for_calls(self, shard: int, *args: Any) -> CallEnd:
+        if shard in self.rounds:
+            return ScriptedCalls(self.rounds[shard])
         assert shard == 0 and self.last_round is not None and len(self.hellos) == 1
         return ScriptedCalls(self.last_round)
 
@@ -571,3 +575,22 @@ def test_where_norms_are_joined_later_servers_are_told_the_last_round_of_the_fir
     made.network.last_round = RoundPart(epoch, frozenset(), number=number, pushes=pushes)
     made.exchange.join()
     assert [hello.get("last_round") for hello in made.network.hellos] == [None, told, told]
+
+
+@pytest.mark.parametrize(("shard", "epoch"), [(0, 1), (1, 1), (1, 0)])
+def test_where_norms_are_joined_a_server_that_was_started_anew_is_told_of_another_ones_round(
+    rigged: Any, shard: int, epoch: int
+) -> None:
+    """A connection that broke is nothing new to a server."""
+    whole = ScriptedLink(1.0, welcome(3), reply(1, 4))
+    broken = ScriptedLink(1.0, welcome(3), BROKEN)
+    again = ScriptedLink(5.0, welcome(3, epoch=epoch), reply(1, 4, epoch=epoch))
+    links = [[broken, again], [whole]] if shard == 0 else [[whole], [broken, again]]
+    made = rigged(*links, discipline="sync", clip_norm=1.0)
+    of_other = RoundPart(0, frozenset(), number=5, pushes=frozenset([(0, 7)]))
+    of_it = RoundPart(epoch, frozenset(), number=0)
+    made.network.rounds = {shard: of_it, 1 - shard: of_other}
+    made.exchange.join()
+    made.push(1)
+    made.exchange.await_all()
+    assert made.network.hellos[2].get("last_round") == ([[0, 7]] if epoch else None)

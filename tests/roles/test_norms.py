@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import toy_job
-from rig import TIMEOUT_S, TRANSPORTS, Rig, in_threads, rig, wait_until
+from rig import TIMEOUT_S, TRANSPORTS, Hand, Rig, in_threads, rig, wait_until
 
 from offbeat.clipping import ClipNorm, joined_norm
 from offbeat.errors import ConnectionClosedError
@@ -217,6 +217,38 @@ def test_who_comes_back_after_a_round_at_the_first_server_waits_for_it_at_others
 
         in_threads(come_again, lambda: made.server.answer_call(EndRound(1, 2.0)) and None)
         assert stays.reply().version == 1
+
+
+def test_a_server_that_was_started_anew_ends_a_round_that_is_over_elsewhere(
+    tmp_path: Path,
+) -> None:
+    """Two of three pushed to its former self, and are answered everywhere else."""
+    last = [[worker, 532] for worker in range(3)]
+    with rig(tmp_path, "sync", 3, joint_clip=ClipNorm(math.inf, [4])) as made:
+        early = made.join(2)
+        early.sequence = 531
+        early.push(1.0)
+        wait_until(lambda: round_of(made, 0.0).waiting == {(2, 532)}, "it waits")
+        late: list[Hand] = []
+
+        def come(worker: int) -> None:
+            late.append(made.join(worker, last_round=last))
+
+        def end() -> None:
+            wait_until(lambda: round_of(made).held, "the round is closed without them")
+            assert round_of(made).pushes == {(2, 532)}
+            made.server.answer_call(EndRound(1, 2.0))
+
+        in_threads(lambda: come(0), lambda: come(1), end)
+        assert early.reply().version == 1 and [hand.version for hand in late] == [1, 1]
+        for hand in late:
+            hand.sequence = 532
+        for hand in (*late, early):
+            hand.push(1.0)
+        wait_until(lambda: round_of(made).held, "all are in the next one")
+        assert round_of(made).pushes == {(0, 533), (1, 533), (2, 533)}
+        made.server.answer_call(EndRound(2, 2.0))
+        assert [hand.reply().version for hand in (*late, early)] == [2, 2, 2]
 
 
 def test_what_came_late_is_in_time_when_its_round_is_opened_again(tmp_path: Path) -> None:
