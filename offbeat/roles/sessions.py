@@ -152,6 +152,9 @@ class Sessions:
         admitted = None
         while admitted is None:
             if told is not None and self._gathers(told):
+                with self._membership:
+                    if not self._may_come(end, worker, incarnation):
+                        return None
                 self.tell(lambda: self.ledger.leave_out([worker]))
             self._wait_for_round(told)
             with self._membership:
