@@ -15,7 +15,7 @@ from offbeat import Recipe
 from offbeat.engines import threads
 from offbeat.roles import acceptor, evaluator, master, run, server, sessions
 
-FRAMEWORK_THREADS = ("pytest_timeout", "pydevd")
+FRAMEWORK_THREADS = ("pytest_timeout", "pydevd", "tqdm_monitor")
 
 # What a shell runs in its background ignores Ctrl-C, and so would every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
