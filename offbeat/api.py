@@ -46,7 +46,7 @@ from offbeat.roles.evaluator import Evaluator, FolderSource, found_in
 from offbeat.roles.evaluator import Found as Scored
 from offbeat.roles.judging import make_judges, reason_of
 from offbeat.roles.scoring import score_line
-from offbeat.run.callbacks import Caller, make_callbacks
+from offbeat.run.callbacks import Caller, Given, make_callbacks
 from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
 from offbeat.run.job import Facts, Job
 from offbeat.run.making import make_job, rejoin_job
@@ -237,7 +237,7 @@ def evaluate(
 def train(
     recipe: str | Recipe | RecipeFunction = "fashion-cnn",
     *,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Given = (),
     **options: Any,
 ) -> Result:
     """Train `recipe` (a Recipe, a function that makes one, or what --recipe takes); `options` are
@@ -280,7 +280,7 @@ def resume(
     run_dir: str | Path,
     recipe: str | Recipe | RecipeFunction | None = None,
     *,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Given = (),
     **options: Any,
 ) -> Result:
     """Go on with the run in `run_dir` from its newest valid checkpoint; `options` that are given
@@ -328,7 +328,7 @@ def train_config(
     display: MakeDisplay | None = None,
     forks: ForkServer | None = None,
     file: RecipeFile | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Given = (),
 ) -> Result:
     """The same, from a configuration that is complete; with `endpoint`, as the master of a cluster;
     `display` makes what shows its progress, `forks` starts the processes; `file` is where the
@@ -365,7 +365,7 @@ def resume_config(
     recipe: Recipe | RecipeFunction | None = None,
     endpoint: Endpoint | None = None,
     forks: ForkServer | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Given = (),
 ) -> Result:
     if options.get("init") is not None:
         raise ConfigError("a run that goes on has weights of its own: leave init out")
