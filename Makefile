@@ -1,5 +1,6 @@
 # make train   set up, then run the main job; flags: make train ARGS="--discipline lock-free"
 # make test    set up, then the tests (minutes); make test-all: the long ones too, with Lightning and transformers
+# make test-ray  what needs Ray, on three nodes that are all this machine (minutes)
 # make check   formatting, lint and types
 # make setup   only the virtual environment; make clean removes it
 
@@ -10,8 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LIBRARIES := $(VENV)/.libraries
+RAY := $(VENV)/.ray
 
-.PHONY: setup train test test-all check format clean
+.PHONY: setup train test test-all test-ray check format clean
 
 setup: $(READY)
 
@@ -27,15 +29,23 @@ $(LIBRARIES): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,transformers,torchdata]'
 	@touch $@
 
+$(RAY): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	@touch $@
+
 train: $(READY)
 	@$(BIN)/offbeat train $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not slow and not ray' $(ARGS)
 
 # Some of the long ones look at how workers come in each other's way: nothing runs beside them.
 test-all: test $(LIBRARIES)
 	$(BIN)/pytest -m slow $(ARGS)
+
+# One cluster after the other: each is three nodes' worth of processes.
+test-ray: $(RAY)
+	$(BIN)/pytest -m ray $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
