@@ -2,7 +2,7 @@
 
 Pure: there is no process, thread or clock here. It is told what happened, and when, and answers
 with decisions, which the engine that has the processes carries out; tests make up both. Used by the
-engine `local`.
+engines whose roles are processes.
 """
 
 from collections.abc import Sequence
@@ -103,6 +103,11 @@ class Supervisor:
 
     def find(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
+
+    def incarnations(self) -> tuple[int, ...]:
+        """How often each worker was started before, by its rank."""
+        found = {rank: member.generation for member in self.members for rank in member.ranks}
+        return tuple(found[rank] for rank in sorted(found))
 
     def present(self) -> list[Member]:
         return [member for member in self.members if member.is_there]

@@ -25,7 +25,7 @@ class Control:
 
     up:    {"status": {...}} several times a second, with "left" when it is about to end;
            {"failed": {...}} before a bad end; {"line": "..."} for the user to see
-    down:  {"stop": true}
+    down:  {"stop": true}, and whatever else an engine has to tell (`told`)
 
     A thread of its own reports, whatever the rest of the process is busy with.
     """
@@ -38,9 +38,12 @@ class Control:
         self.status: Callable[[], dict[str, Any]] = dict
         self.flush: Callable[[], None] = lambda: None
         """Called with every report, for what has to be written down from time to time."""
+        self.told: Callable[[dict[str, Any]], None] = lambda message: None
+        """Is given every line of the engine's."""
         self.patience_s = 0.0
         """How long to wait for the master to end things in order when the engine is gone."""
         self._line = line
+        self._unread = b""
         self._done = threading.Event()
         self._sending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -68,7 +71,10 @@ class Control:
 
     def say(self, line: str) -> None:
         """Have the engine show a line."""
-        self._send({"line": line})
+        self.tell({"line": line})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._send(message)
 
     def fail(self, error: BaseException) -> None:
         """Tell the engine why this process ends."""
@@ -97,13 +103,16 @@ class Control:
     def _listen(self, line: socket.socket) -> bool:
         """Wait a moment for an order; False: the engine is gone."""
         try:
-            received = line.recv(4096)
+            received = line.recv(65536)
         except TimeoutError:
             return True
         except OSError:
             return False
-        if b"stop" in received:
-            self.stop.set()
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for message in map(json.loads, lines):
+            self.told(message)
+            if message.get("stop"):
+                self.stop.set()
         return bool(received)
 
     def _send(self, message: dict[str, Any]) -> None:
