@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from offbeat.cluster.endpoint import Endpoint
+from offbeat.cluster.rays import RayCluster, find_ray
 from offbeat.config import TrainConfig, make_config, not_overruled
+from offbeat.engines.actors import RayEngine, ray_for
 from offbeat.engines.base import Engine
 from offbeat.engines.cluster import ClusterEngine
 from offbeat.engines.forkserver import ForkServer, fork_server
@@ -268,7 +270,7 @@ def named(
     name = _name_of(recipe)
     if name is not None:
         return name, dict(options)
-    if options.get("engine") == "local":
+    if options.get("engine") in ("local", "ray"):
         raise RecipeError(
             "other processes cannot find this recipe: assign it to a name at the top level of "
             "a module or script, or use engine='inproc'"
@@ -342,21 +344,23 @@ def train_config(
         job = make_job(config, made, elastic=endpoint is not None)
         told = [*make_callbacks(made, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
-        folder = create_run_folder(job.config)
-        if job.initial is not None:
-            write_weights(folder.initial, dict(job.initial.state))
-        start = _Start(
-            folder,
-            began_s,
-            endpoint,
-            found,
-            forks,
-            threads=config.threads,
-            callbacks=told,
-            display=display,
-        )
-        with folder.locked() as lock:
-            return _run(job, replicas, start, lock=lock, incarnation=0)
+        with ray_for(job.config) as cluster:
+            folder = create_run_folder(job.config)
+            if job.initial is not None:
+                write_weights(folder.initial, dict(job.initial.state))
+            start = _Start(
+                folder,
+                began_s,
+                endpoint,
+                found,
+                forks,
+                cluster,
+                threads=config.threads,
+                callbacks=told,
+                display=display,
+            )
+            with folder.locked() as lock:
+                return _run(job, replicas, start, lock=lock, incarnation=0)
 
 
 def resume_config(
@@ -392,14 +396,23 @@ def resume_config(
         _check_not_over(job, folder)
         told = [*make_callbacks(made, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
-        for path in (folder.state, folder.enough):
-            path.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         threads = config.threads if options.get("threads") is not None else None
-        start = _Start(
-            folder, began_s, endpoint, found, forks, threads=threads, callbacks=told, resumed=True
-        )
-        return _run(job, replicas, start, lock=lock, incarnation=incarnation)
+        with ray_for(job.config) as cluster:
+            for path in (folder.state, folder.enough):
+                path.unlink(missing_ok=True)
+            start = _Start(
+                folder,
+                began_s,
+                endpoint,
+                found,
+                forks,
+                cluster,
+                threads=threads,
+                callbacks=told,
+                resumed=True,
+            )
+            return _run(job, replicas, start, lock=lock, incarnation=incarnation)
 
 
 def _check_not_over(job: Job, folder: RunFolder) -> None:
@@ -428,6 +441,7 @@ class _Start:
     endpoint: Endpoint | None
     found: Found
     forks: ForkServer | None
+    cluster: RayCluster | None
     threads: int | None
     callbacks: Sequence[Callback]
     display: MakeDisplay | None = None
@@ -497,6 +511,15 @@ def _make_engine(
     incarnation: int,
 ) -> Engine:
     folder = start.folder
+    if start.cluster is not None:
+        return RayEngine(
+            job,
+            folder,
+            display,
+            start.began_s,
+            cluster=start.cluster,
+            incarnation=incarnation,
+        )
     if job.facts.engine == "local":
         return LocalEngine(
             job,
@@ -526,6 +549,8 @@ def _check(config: TrainConfig, endpoint: Endpoint | None) -> None:
     if config.tensorboard:
         check_installed()
     check_trackers(config.track)
+    if config.engine == "ray":
+        find_ray()
     if config.engine == "cluster" and endpoint is None:
         raise ConfigError(
             "the roles of a cluster are started one by one: offbeat role master --cluster FILE, "
@@ -545,7 +570,8 @@ def refuse_recursion() -> None:
 
 def _describe(job: Job, found: Found) -> dict[str, Any]:
     """What config.json says."""
-    ranks = range(1 if job.config.engine == "cluster" else job.config.workers)
+    own = {"cluster": 1, "ray": 0}  # whose devices are this machine's
+    ranks = range(own.get(job.config.engine, job.config.workers))
     return describe_run(
         job.config,
         [device for rank in ranks for device in job.devices(rank)],

@@ -29,7 +29,10 @@ SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
 AUTO, OFF = "auto", "off"
 BF16 = "bf16"
-ENGINES = (AUTO, "local", "inproc", "cluster")
+ENGINES = (AUTO, "local", "inproc", "ray", "cluster")
+OF_PROCESSES = (AUTO, "local", "ray")
+"""Engines whose workers are processes of their own, or may be."""
+RAY_OPTIONS = ("ray_address", "cpus_per_worker", "gpus_per_worker", "memory_per_server")
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = (
     *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop"),
@@ -55,7 +58,8 @@ PLUGINS = ("optimizer", "reduce")
 LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "reduce", "backup_workers", "round_timeout"),
     *("staleness", "threads", "worker_timeout", "max_restarts", "slow_worker", "kill_worker"),
-    *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track"),
+    *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track", "engine"),
+    *RAY_OPTIONS,
 )
 """Those that have a meaning where the training loop is the user's own."""
 MAX_THREADS = 1024
@@ -295,20 +299,32 @@ class TrainConfig:
         text,
         "what starts the roles: local, each as a process of this machine; inproc, all as threads "
         "of this one; auto: inproc where all workers compute on one GPU, else local with one "
-        "process for the workers of each GPU; in a cluster they are started by hand (offbeat role)",
+        "process for the workers of each GPU; ray: each as an actor on a Ray cluster; in a cluster "
+        "by address they are started by hand (offbeat role)",
         choices=ENGINES,
+    )
+    ray_address: str | None = _option(
+        None,
+        text,
+        "ray: the cluster, as host:port; auto: the one that is here, else one of this machine's "
+        "own; local: that in any case (default: auto)",
+    )
+    cpus_per_worker: float = _option(1.0, number, "ray: CPUs of each worker")
+    gpus_per_worker: float = _option(0.0, number, "ray: GPUs of each worker, which computes there")
+    memory_per_server: float | None = _option(
+        None, number, "ray: GiB of memory that each server has to itself"
     )
     worker_timeout: float = _option(
         30.0, number, "a process that is silent for so many seconds counts as gone"
     )
     max_restarts: int = _option(
-        3, whole, "local: how often each process that dies is started again before the run stops"
+        3, whole, "how often each process that dies is started again before the run stops"
     )
     slow_worker: str | None = _option(
         None, text, "for trying it out: 1:3x has worker 1 take three times as long for each step"
     )
     kill_worker: str | None = _option(
-        None, text, "for trying it out, local: 1@200 has worker 1 killed when it is at step 200"
+        None, text, "for trying it out: 1@200 has worker 1 killed when it is at step 200"
     )
     run_dir: str | None = _option(
         None, text, "the run's folder; default: runs/<time>-<recipe>-<discipline>"
@@ -447,6 +463,7 @@ class TrainConfig:
             raise ConfigError("stop_at must be finite, or inf: never")
         check_clipping(config)
         _check_injected(config)
+        _check_ray(config)
         if config.init is not None:  # it is read by whoever is told of it, from any folder
             config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
         for tracker in config.track:
@@ -604,10 +621,28 @@ def _check_injected(config: TrainConfig) -> None:
                 )
             if value < 1:
                 raise ConfigError(f"{name} must say 1 or more, not {value:g}")
-    if config.kills and config.engine not in (AUTO, "local"):
+    if config.kills and config.engine not in OF_PROCESSES:
         raise ConfigError(
-            f"kill_worker needs the engine local, where workers are processes; not {config.engine}"
+            f"kill_worker needs the engine local or ray, where workers are processes; not "
+            f"{config.engine}"
         )
+
+
+def _check_ray(config: TrainConfig) -> None:
+    known = options()
+    for name in RAY_OPTIONS:
+        if config.engine != "ray" and getattr(config, name) != known[name].default:
+            raise ConfigError(f"{name} belongs to the engine ray: give --engine ray, or leave it")
+    if config.devices is not None and config.engine == "ray":
+        raise ConfigError(
+            "devices are a machine's own, and Ray gives workers theirs: say --gpus-per-worker N"
+        )
+    for name in ("cpus_per_worker", "gpus_per_worker", "memory_per_server"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name} must be 0 or more, not {value:g}")
+        if value is not None and value > 1 and name != "memory_per_server" and value % 1:
+            raise ConfigError(f"{name} above 1 must be whole for Ray, not {value:g}")
 
 
 def discipline_options() -> set[str]:

@@ -14,7 +14,9 @@ from typing import Any
 
 from offbeat.api import Result
 from offbeat.cluster.endpoint import Endpoint
+from offbeat.cluster.rays import RayCluster, find_ray
 from offbeat.config import TrainConfig, make_config, not_overruled
+from offbeat.engines.actors import RayEngine, ray_for
 from offbeat.engines.base import Engine
 from offbeat.engines.forkserver import ForkServer
 from offbeat.engines.local import LocalEngine
@@ -96,24 +98,25 @@ def launch_config(
     began_s = time.monotonic()
     config = resolved(config)
     _check(config)
-    folder = create_run_folder(config)
-    launched = Launched(
-        config,
-        folder,
-        script,
-        began_s,
-        display,
-        forks,
-        callbacks=callbacks,
-        shows_rank_0=shows_rank_0,
-        master=master,
-    )
-    with folder.locked() as lock:
-        try:
-            return launched.run(lock, incarnation=0)
-        except ScriptEndedError:
-            shutil.rmtree(folder.path)
-            raise
+    with ray_for(config) as cluster:
+        folder = create_run_folder(config)
+        launched = Launched(
+            config,
+            folder,
+            script,
+            began_s,
+            display,
+            forks,
+            callbacks=callbacks,
+            shows_rank_0=shows_rank_0,
+            master=master,
+        )
+        with folder.locked() as lock:
+            try:
+                return launched.run(cluster, lock, incarnation=0)
+            except ScriptEndedError:
+                shutil.rmtree(folder.path)
+                raise
 
 
 def relaunch(
@@ -130,7 +133,7 @@ def relaunch(
     if "script" not in described:
         raise ConfigError(f"{run_dir} is no launched run; go on with: offbeat train --resume")
     kept = {key: value for key, value in before.to_json().items() if value is not None}
-    here = {"run_dir": str(run_dir), "engine": "local" if master is None else "cluster"}
+    here = {"run_dir": str(run_dir)} | ({} if master is None else {"engine": "cluster"})
     config = make_config(not_overruled(kept, options), options, here)
     _check(config)
     with folder.locked() as lock:
@@ -143,7 +146,8 @@ def relaunch(
         if (change := change_of(script)) is not None:
             display.notice(change)
         launched = Launched(config, folder, script, began_s, display, forks, master=master)
-        return launched.run(lock, incarnation=incarnation)
+        with ray_for(config) as cluster:
+            return launched.run(cluster, lock, incarnation=incarnation)
 
 
 def _check(config: TrainConfig) -> None:
@@ -151,6 +155,8 @@ def _check(config: TrainConfig) -> None:
     if config.tensorboard:
         check_installed()
     check_trackers(config.track)
+    if config.engine == "ray":
+        find_ray()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,13 +173,13 @@ class Launched:
     shows_rank_0: bool = True
     master: InCluster | None = None
 
-    def run(self, lock: int, *, incarnation: int) -> Result:
+    def run(self, cluster: RayCluster | None, lock: int, *, incarnation: int) -> Result:
         folder = self.folder
         folder.write_json(folder.config, describe_launched(self.config, self.script))
         told = [*self.callbacks, *make_trackers(self.config.track)]
         start = self._start(is_resumed=incarnation > 0)
         caller = Caller(told, folder, self.display, start)
-        engine = self._make_engine(caller.display, lock, incarnation)
+        engine = self._make_engine(caller.display, cluster, lock, incarnation)
         with caller:
             try:
                 engine.run()
@@ -185,8 +191,20 @@ class Launched:
                 caller.ended(summary, engine.failures)
         return Result(folder.path, summary)
 
-    def _make_engine(self, display: Display, lock: int, incarnation: int) -> Engine:
+    def _make_engine(
+        self, display: Display, cluster: RayCluster | None, lock: int, incarnation: int
+    ) -> Engine:
         job = make_loop_job(self.config, None)
+        if cluster is not None:
+            return RayEngine(
+                job,
+                self.folder,
+                display,
+                self.began_s,
+                cluster=cluster,
+                incarnation=incarnation,
+                shows_rank_0=self.shows_rank_0,
+            )
         if self.master is None:
             return LocalEngine(
                 job,

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import warnings
 
 import torch
 from torch import Tensor
@@ -42,11 +43,14 @@ def map_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, num_bytes)
 
 
-def view(buffer: mmap.mmap, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-    """A tensor that lives in `buffer`, and keeps it alive."""
+def view(buffer: mmap.mmap | memoryview, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+    """A tensor that lives in `buffer`, and keeps it alive; where that is for reading only, so is
+    the tensor."""
     if not count:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
 
 
 def aligned(num_bytes: int) -> int:

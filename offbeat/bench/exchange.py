@@ -23,7 +23,7 @@ from offbeat.ledger import Ledger
 from offbeat.optim import SGD
 from offbeat.roles.control import REPORT_EVERY_S
 from offbeat.roles.server import Server
-from offbeat.run.addresses import Cluster, ClusterNetwork
+from offbeat.run.addresses import Cluster, ClusterNetwork, Home
 from offbeat.run.events import EventLog
 from offbeat.run.rundir import RunFolder
 from offbeat.shard import Shard, ShardState
@@ -121,7 +121,7 @@ def joined(transport: str, size: float) -> Iterator[_Pair]:
             arguments = (transport, str(num_elements), str(folder.path))
             child = stack.enter_context(started("offbeat.bench.exchange", log, *arguments))
             wait_for(folder.cluster, child, log, "the server")
-            network = ClusterNetwork(folder)
+            network = ClusterNetwork(Home.alone(folder))
         yield stack.enter_context(contextlib.closing(_Pair(network, num_elements)))
 
 

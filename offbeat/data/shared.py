@@ -10,6 +10,8 @@ recipe's own data function.
 
 import json
 import math
+import mmap
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,16 +57,22 @@ def share(sources: Mapping[str, Source | None]) -> int:
 
 def open_shared(descriptor: int) -> dict[str, Source]:
     """The sources in shared memory; the descriptor may be closed afterwards."""
-    size = int.from_bytes(map_memory(descriptor, _LENGTH_BYTES)[:_LENGTH_BYTES], "little")
-    head = map_memory(descriptor, _LENGTH_BYTES + size)
-    described = json.loads(head[_LENGTH_BYTES:])
+    return sources_in(map_all(descriptor))
+
+
+def map_all(descriptor: int) -> mmap.mmap:
+    """All that `share` has put there."""
+    return map_memory(descriptor, os.fstat(descriptor).st_size)
+
+
+def sources_in(buffer: "mmap.mmap | memoryview") -> dict[str, Source]:
+    """The sources in what `share` has written, wherever a copy of it lies; nobody writes there."""
+    memory = memoryview(buffer)
+    size = int.from_bytes(memory[:_LENGTH_BYTES], "little")
+    if size > len(memory) - _LENGTH_BYTES:
+        raise ValueError("the shared memory is smaller than what it should hold")
+    described = json.loads(bytes(memory[_LENGTH_BYTES : _LENGTH_BYTES + size]))
     start = aligned(_LENGTH_BYTES + size)
-    total = start
-    for source in described.values():
-        for _, dtype, shape, offset in source["parts"]:
-            end = start + offset + math.prod(shape) * getattr(torch, dtype).itemsize
-            total = max(total, end)
-    buffer = map_memory(descriptor, total)
     sources: dict[str, Source] = {}
     for name, source in described.items():
         parts = {}

@@ -1,4 +1,4 @@
-"""What the engines whose roles are processes have in common: lines to all of them, a supervisor that
+"""What engines whose roles are processes have in common: lines to all of them, a supervisor that
 decides, and a run's course from the first start to the last end.
 
 Who starts a process, and where, is the engine's own affair: `local` on this machine, `ray` on the
@@ -123,6 +123,10 @@ class SupervisedEngine(Engine):
 
     # -- what an engine has of its own ---------------------------------------------------------
 
+    def _prepare(self) -> None:
+        """Before anybody is started."""
+        return
+
     @abstractmethod
     def _spawn(self, process: Process) -> None:
         """Start it: set `running`, and `_attach` its line, now or when it calls."""
@@ -154,6 +158,7 @@ class SupervisedEngine(Engine):
     def run(self) -> None:
         self._books = Books(self.folder, self.clock)
         try:
+            self._prepare()
             self._write_cluster()
             self._start_due()
             while any(process.running for process in self._processes.values()):
@@ -163,6 +168,8 @@ class SupervisedEngine(Engine):
                 raise
             self.interrupted = True
             self.display.notice(NOT_BEGUN)
+        except RoleError as error:
+            self.failures.append(error)
         except OSError as error:
             self.failures.append(RoleError(f"cannot start the processes: {error}"))
         finally:

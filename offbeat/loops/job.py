@@ -83,7 +83,7 @@ def _facts(config: TrainConfig) -> Facts:
 
 def _engine(config: TrainConfig) -> str:
     """The roles are processes in any case."""
-    return "cluster" if config.engine == "cluster" else "local"
+    return config.engine if config.engine in ("cluster", "ray") else "local"
 
 
 def facts_json(config: TrainConfig) -> dict[str, Any]:

@@ -15,21 +15,29 @@ from offbeat.loops.seat import Seat
 from offbeat.roles.context import FolderRecords
 from offbeat.roles.control import Control
 from offbeat.roles.process import logged, run_in_folder
-from offbeat.run.addresses import Cluster, ClusterNetwork
+from offbeat.run.addresses import ClusterNetwork, Home
 from offbeat.run.rundir import RunFolder, num_cores, role_name
 
 
 def run_process(
-    config: TrainConfig, role: str, index: int, script: Mapping[str, Any], control: Control
+    config: TrainConfig,
+    role: str,
+    index: int,
+    script: Mapping[str, Any],
+    control: Control,
+    home: Home | None = None,
 ) -> None:
-    """Be `role` number `index` of the run in `config.run_dir`, until it is over."""
+    """Be `role` number `index` of the run in `config.run_dir`, until it is over. `home`: where that
+    is, if there are several machines."""
     with logged(config, role, index) as (folder, log):
         if role == "ps":
             find_modules(script)
             description = Description.wait_for(folder, control.stop)
-            run_in_folder(make_loop_job(config, description), folder, role, index, log, control)
+            job = make_loop_job(config, description)
+            run_in_folder(job, folder, role, index, log, control, home)
         elif role == "worker" or not folder.state.exists():  # or all was over when rank 0 died
-            _run_script(config, folder, script, index, log, control)
+            home = home or Home.alone(folder)
+            _run_script(config, folder, script, index, log, control, home)
 
 
 def _run_script(
@@ -39,8 +47,9 @@ def _run_script(
     rank: int,
     log: logging.Logger,
     control: Control,
+    home: Home,
 ) -> None:
-    cluster = Cluster.read(folder)
+    cluster = home.cluster()
     name = "master" if rank == 0 else role_name("worker", rank)
     records = FolderRecords(folder, {name: log, role_name("worker", rank): log})
     control.flush = records.flush
@@ -59,7 +68,7 @@ def _run_script(
         records=records,
         log=log,
         states=folder.path / "states",
-        network=lambda job, description: ClusterNetwork(folder),
+        network=lambda job, description: ClusterNetwork(home),
         agree=agree,
         reports=control.reports,
         folder=folder,

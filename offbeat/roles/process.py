@@ -9,7 +9,7 @@ control.py describes.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,28 +21,36 @@ from offbeat.recipes.base import RecipeFile, load_recipe
 from offbeat.roles.context import Context, FolderRecords
 from offbeat.roles.control import DATA_VARIABLE, Control
 from offbeat.roles.run import run_role
-from offbeat.run.addresses import Cluster, ClusterNetwork
+from offbeat.run.addresses import Cluster, ClusterNetwork, Home
 from offbeat.run.job import Facts, Job
 from offbeat.run.making import rejoin_job
 from offbeat.run.rundir import RunFolder, close_log, role_name
 from offbeat.run.tensorboard import Summaries
 from offbeat.transport.base import Listener
-from offbeat.transport.sockets import SocketListener
+from offbeat.transport.sockets import JointListener, SocketListener, any_port
 
 PATIENCE_S = 3.0
 """When the engine is gone servers and workers wait so long for the master, who commits a last
 checkpoint and tells them that the run is over."""
 
 
-def run_process(config: TrainConfig, role: str, index: int, control: Control | None = None) -> None:
-    """Be `role` number `index` of the run in `config.run_dir`, until it is over.
+def run_process(
+    config: TrainConfig,
+    role: str,
+    index: int,
+    control: Control | None = None,
+    home: Home | None = None,
+    shared: Mapping[str, Source] | None = None,
+) -> None:
+    """Be `role` number `index` of the run in `config.run_dir`, until it is over. `home`: where that
+    is, if there are several machines; `shared`: the data that the engine has given, if it did.
 
     Raises what the role failed with; its log has the traceback.
     """
     with logged(config, role, index) as (folder, log):
-        job = _make_job(config, role, folder)
+        job = _make_job(config, role, folder, _inherited() if shared is None else shared)
         if role != "master" or not folder.state.exists():  # or its predecessor died at the very end
-            run_in_folder(job, folder, role, index, log, control or Control(None))
+            run_in_folder(job, folder, role, index, log, control or Control(None), home)
 
 
 @contextlib.contextmanager
@@ -63,9 +71,16 @@ def logged(
 
 
 def run_in_folder(
-    job: Job, folder: RunFolder, role: str, index: int, log: logging.Logger, control: Control
+    job: Job,
+    folder: RunFolder,
+    role: str,
+    index: int,
+    log: logging.Logger,
+    control: Control,
+    home: Home | None = None,
 ) -> None:
-    cluster = Cluster.read(folder)
+    home = home or Home.alone(folder)
+    cluster = home.cluster()
     name = role_name(role, index)
     records = FolderRecords(folder, {name: log, "worker-0": log})  # rank 0 is the master's
     others = job.crew(index)[1:] if role in ("master", "worker") else ()
@@ -83,10 +98,10 @@ def run_in_folder(
         stop=control.stop,
         say=control.say if role != "worker" else None,
         report=control.reports,
-        network=ClusterNetwork(folder),
+        network=ClusterNetwork(home),
         folder=folder,
         generation=_generation(cluster, role, index),
-        listener=_listen(cluster, job, index) if role == "ps" else None,
+        listener=_listen(home, job, index, control) if role == "ps" else None,
         summaries=summaries,
         begins_at_once=True,
     )
@@ -97,9 +112,15 @@ def run_in_folder(
         records.close()
 
 
-def _listen(cluster: Cluster, job: Job, index: int) -> Listener:
+def _listen(home: Home, job: Job, index: int, control: Control) -> Listener:
     torch.set_num_threads(1)  # a server of many on this machine
-    return SocketListener(cluster.ps[index], job.layout(index))
+    layout = job.layout(index)
+    here = SocketListener(home.cluster().ps[index], layout)
+    if not home.host:
+        return here
+    from_afar = SocketListener(any_port(home.host), layout, home.terms)
+    control.tell({"address": from_afar.address})
+    return JointListener([here, from_afar])
 
 
 def _generation(cluster: Cluster, role: str, index: int) -> int:
@@ -108,7 +129,9 @@ def _generation(cluster: Cluster, role: str, index: int) -> int:
     return cluster.epochs[index] if role == "ps" else cluster.incarnations[index]
 
 
-def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
+def _make_job(
+    config: TrainConfig, role: str, folder: RunFolder, shared: Mapping[str, Source]
+) -> Job:
     described = folder.read_json(folder.config)
     recipe = load_recipe(config.recipe, RecipeFile.kept(described), config.set)
     needs = ["test" if role == "evaluator" else "train"]
@@ -116,18 +139,15 @@ def _make_job(config: TrainConfig, role: str, folder: RunFolder) -> Job:
         config,
         recipe,
         Facts(**described["job"]),
-        _sources(role),
+        None if role == "ps" else shared,  # which has no use for data
         kept_initial=folder.initial if role in ("master", "worker") else None,
         needs=needs,
     )
 
 
-def _sources(role: str) -> dict[str, Source] | None:
-    """The data that the engine shares with its processes, if there is an engine; None for a server,
-    which has no use for it."""
+def _inherited() -> dict[str, Source]:
+    """The data that the engine shares with its processes, if there is an engine."""
     descriptor = os.environ.pop(DATA_VARIABLE, None)
-    if role == "ps":
-        return None
     if descriptor is None:
         return {}
     sources = open_shared(int(descriptor))

@@ -73,8 +73,9 @@ def make_job(
     optimizer.check(fused=config.fused)
     config = _resolve_suggestions(config, recipe)
     check_clipping(config)
+    here = "cpu" if config.engine == "ray" else config.devices or config.device
     devices = [  # one that is not here is a usage error
-        find_devices(config.devices or config.device, rank) for rank in range(config.workers)
+        find_devices(here, rank) for rank in range(config.workers)
     ]
     engine, crews = choose_engine(config, devices)
     if config.compile:
@@ -355,18 +356,30 @@ def _resolve_suggestions(config: TrainConfig, recipe: Recipe) -> TrainConfig:
     epochs = config.epochs
     if epochs is None and config.steps is None:
         epochs = recipe.epochs
-    sharing = 1 if config.engine == "cluster" else config.workers
-    threads = config.threads or max(1, (os.cpu_count() or 1) // sharing)
     return dataclasses.replace(
         config,
         epochs=epochs,
         batch_size=config.batch_size or recipe.batch_size,
-        threads=threads,
+        threads=config.threads or _own_threads(config),
         amp=config.amp or recipe.amp,
+        device=_device_of_actors(config) if config.engine == "ray" else config.device,
         clip_norm=recipe.clip_norm
         if config.clip_norm is None and config.clip_value is None
         else config.clip_norm,
     )
+
+
+def _device_of_actors(config: TrainConfig) -> str:
+    """Ray shows each worker the GPUs that it is given, and no others."""
+    return config.device or ("cuda" if config.gpus_per_worker else "cpu")
+
+
+def _own_threads(config: TrainConfig) -> int:
+    """A worker's part of its machine's cores."""
+    if config.engine == "ray":
+        return max(1, int(config.cpus_per_worker))
+    sharing = 1 if config.engine == "cluster" else config.workers
+    return max(1, (os.cpu_count() or 1) // sharing)
 
 
 def _resolve_batch_size(asked: int | None, config: TrainConfig, train: Source) -> int | None:

@@ -123,6 +123,11 @@ def connect_for_calls(
     return SocketCallEnd(connection, _call_bytes(layout))
 
 
+def call_engine(address: str, hello: Message, timeout_s: float, terms: Terms) -> socket.socket:
+    """A bare line to an engine on another machine, which knows by the hello who calls."""
+    return _dial(address, hello, timeout_s, terms).release()
+
+
 class SocketWorkerEnd(WorkerEnd):
     def __init__(
         self, connection: Connection, welcome: WelcomeHeader, slots: "_Slots", *, inline: bool
@@ -221,6 +226,10 @@ class SocketServerEnd(ServerEnd):
             raise self._connection.lost(f"a frame of type {frame.type} instead of a hello")
         left_s = max(0.0, deadline_s - time.monotonic())
         return self._connection.read_json(frame.length, MAX_HELLO_BYTES, within_s=left_s)
+
+    def release(self) -> socket.socket:
+        """The bare line to whoever said hello; this end is none any more."""
+        return self._connection.release()
 
     @property
     def reply_slot(self) -> Slot:
@@ -447,6 +456,13 @@ class SocketListener(Listener):
             return None
         return SocketServerEnd(Connection(accepted), self.layout, self.terms, inline=inline)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def close(self) -> None:
         if self._closed:
             return
@@ -456,6 +472,27 @@ class SocketListener(Listener):
         self._socket.close()
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
+
+
+class JointListener(Listener):
+    """Several doors of one server: for its own machine, and for others."""
+
+    def __init__(self, listeners: Sequence[SocketListener]) -> None:
+        self._listeners = list(listeners)
+
+    def accept(self, timeout_s: float) -> ServerEnd | None:
+        for listener in self._listeners:
+            if listener.is_closed:
+                raise ConnectionClosedError("the listener was closed")
+        try:
+            knocked, _, _ = select.select(self._listeners, [], [], timeout_s)
+        except (OSError, ValueError) as error:  # closed meanwhile
+            raise ConnectionClosedError("the listener was closed") from error
+        return knocked[0].accept(timeout_s) if knocked else None
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
 
 
 class _Slots:
@@ -626,6 +663,11 @@ def _resolve(address: str) -> tuple[socket.AddressFamily, str]:
         raise ConnectionClosedError(f"nobody knows the host {host}: {error}") from error
     family, _, _, _, where_to = found[0]
     return family, where_to  # type: ignore[return-value]
+
+
+def any_port(host: str) -> str:
+    """Where a listener gets a port that is free."""
+    return f"tcp:[{host}]:0" if ":" in host else f"tcp:{host}:0"
 
 
 def host_of(address: str) -> str:

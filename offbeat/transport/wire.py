@@ -370,6 +370,14 @@ class Connection:
 
     # -- the end -------------------------------------------------------------------------------
 
+    def release(self) -> socket.socket:
+        """The bare socket, for something else than frames; this connection is none any more."""
+        assert isinstance(self._socket, socket.socket)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+        self.lost("it is used for something else")
+        return self._socket
+
     def lost(
         self, reason: str, *, over: bool = False, refused: bool = False
     ) -> ConnectionClosedError:
