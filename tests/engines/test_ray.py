@@ -1,0 +1,174 @@
+"""The engine `ray`, on a real cluster of three nodes that are all this machine: where roles are, who
+dies, and what is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from processes import RECIPE_FILE, LocalRun
+from rays import CPUS_EACH, NUM_NODES, RayNodes, RayRun, actors, wait_for
+
+import offbeat
+
+pytestmark = pytest.mark.ray
+
+SLOWLY = ("--slow-worker", "0:20x,1:20x", "--checkpoint-every", "20")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RayNodes]:
+    nodes = RayNodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def nodes(cluster: RayNodes) -> Iterator[RayNodes]:
+    """All of them there, and in the end nothing of any run."""
+    cluster.heal()
+    yield cluster
+    wait_for(lambda: not actors(), "no actor is left", 20)
+
+
+def test_roles_are_spread_over_the_nodes_and_the_run_is_like_any_other(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    run = RayRun(tmp_path, nodes, "--discipline", "sync", "--workers", "2", "--servers", "2")
+    assert run.wait() == 0, run.text()
+    placed = run.placed()
+    assert set(placed) == {"ps-0", "ps-1", "master-0", "worker-1", "evaluator-0"}
+    assert len({placed[name]["node"] for name in placed}) == NUM_NODES
+    assert placed["master-0"]["node"] == placed["evaluator-0"]["node"] == nodes.head()
+    summary = run.summary()
+    assert summary["status"] == "finished" and summary["engine"] == "ray"
+    assert summary["kept"]["shards"][0]["lost"] == 0 if "shards" in summary["kept"] else True
+    assert run.num_steps(0) == run.num_steps(1) > 0
+    assert (run.run_dir / "logs" / "worker-1.log").exists()
+
+    local = LocalRun(tmp_path, "--discipline", "sync", "--workers", "2", "--servers", "2", run="l")
+    assert local.wait() == 0, local.text()
+    ours, theirs = offbeat.load(run.run_dir), offbeat.load(local.run_dir)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "to the bit"
+
+
+@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+def test_a_worker_that_is_killed_comes_back(
+    tmp_path: Path, nodes: RayNodes, discipline: str
+) -> None:
+    kill = ("--kill-worker", "1@30")
+    run = RayRun(tmp_path, nodes, "--discipline", discipline, "--steps", "60", *kill)
+    assert run.wait() == 0, run.text()
+    assert "worker 1 died: starting it again (1 of 3)" in run.text()
+    assert run.incarnations(1) == 2
+    assert run.num_steps(0) == 60 and run.num_steps(1) >= 30, "a few are not written down"
+
+
+@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+def test_a_server_that_is_killed_gets_its_slice_back(
+    tmp_path: Path, nodes: RayNodes, discipline: str
+) -> None:
+    flags = ("--discipline", discipline, "--steps", "400", "--servers", "2", *SLOWLY)
+    run = RayRun(tmp_path, nodes, *flags)
+    run.wait_for_steps(40)
+    os.kill(run.placed()["ps-1"]["pid"], signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    assert "server 1 died: starting it again (1 of 3)" in run.text()
+    assert [e["epoch"] for e in run.events("run") if e["phase"] == "load" and e["shard"] == 1] == [
+        0,
+        1,
+    ]
+    assert run.summary()["status"] == "finished"
+
+
+@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
+def test_a_node_dies_with_all_that_is_on_it(
+    tmp_path: Path, nodes: RayNodes, discipline: str
+) -> None:
+    flags = ("--discipline", discipline, "--steps", "400", "--servers", "2", *SLOWLY)
+    run = RayRun(tmp_path, nodes, *flags)
+    run.wait_for_steps(40)
+    doomed = run.placed()["worker-1"]["node"]
+    assert doomed != nodes.head()
+    there = [name for name, event in run.placed().items() if event["node"] == doomed]
+    nodes.kill(doomed)
+    assert run.wait() == 0, run.text()
+    again = {n for n, e in run.placed().items() if e["node"] != doomed}
+    assert set(there) <= again, "each of them is somewhere else now"
+    assert run.summary()["status"] == "finished"
+
+
+def test_two_runs_at_once(tmp_path: Path, nodes: RayNodes) -> None:
+    first, second = (tmp_path / name for name in "ab")
+    first.mkdir()
+    second.mkdir()
+    runs = [RayRun(folder, nodes, "--steps", "40") for folder in (first, second)]
+    assert [run.wait() for run in runs] == [0, 0], [run.text() for run in runs]
+
+
+def test_a_run_that_is_too_large_says_what_is_missing(tmp_path: Path, nodes: RayNodes) -> None:
+    most = CPUS_EACH * NUM_NODES
+    run = RayRun(tmp_path, nodes, "--workers", str(most))
+    assert run.wait() == 2
+    assert f"the run needs {most + 1} CPUs, and it has {most}" in run.text()
+    assert not run.run_dir.exists()
+    run = RayRun(tmp_path, nodes, "--cpus-per-worker", str(CPUS_EACH + 1), "--workers", "1")
+    assert run.wait() == 2
+    assert f"the master needs a node with {CPUS_EACH + 1} CPUs, and none has" in run.text()
+
+
+def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(tmp_path: Path, nodes: RayNodes) -> None:
+    run = RayRun(tmp_path, nodes, "--steps", "200", *SLOWLY)
+    run.wait_for_steps(30)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
+    assert run.summary()["status"] == "interrupted"
+    wait_for(lambda: not actors(), "no actor is left", 10)
+    on = RayRun(tmp_path, nodes, "--resume", str(run.run_dir))
+    assert on.wait() == 0, on.text()
+    assert on.summary()["status"] == "finished"
+    assert on.summary()["applied"] == 400
+
+
+def test_the_death_of_the_command_ends_the_run(tmp_path: Path, nodes: RayNodes) -> None:
+    run = RayRun(tmp_path, nodes, "--steps", "100000", *SLOWLY)
+    run.wait_for_steps(30)
+    pids = run.pids()
+    run.process.kill()
+    run.wait()
+    wait_for(lambda: not set(pids) & set(actors()), "all actors are gone", 15)
+
+
+PROGRAM = """
+import sys
+import ray
+import offbeat
+from recipes import recipe
+
+@ray.remote
+def one():
+    return 1
+
+if __name__ == "__main__":
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    result = offbeat.train(recipe, engine="ray", run_dir=sys.argv[2], steps=30, quiet=True)
+    print("accuracy", result.test_metric, "and", ray.get(one.remote()))
+"""
+
+
+def test_train_within_a_ray_program(tmp_path: Path, nodes: RayNodes) -> None:
+    (tmp_path / "recipes.py").write_text(RECIPE_FILE)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "program.py", nodes.address, str(tmp_path / "run")]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "and 1" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["engine"] == "ray"

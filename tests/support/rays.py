@@ -1,0 +1,149 @@
+"""Ray clusters of several nodes, all of them this machine, and runs on them.
+
+`python rays.py` is a process of its own that has the cluster, so that nothing of it is in the tests:
+it writes the address and the nodes as a line of JSON, and obeys lines: add, kill NODE.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from processes import TIMEOUT_S, LocalRun, processes
+
+CPUS_EACH = 2
+NUM_NODES = 3
+
+
+class RayNodes:
+    """The cluster, from the tests' side."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.address = ""
+        self.nodes: dict[str, int] = {}
+        self._read()
+
+    def add(self) -> None:
+        self._say("add")
+
+    def kill(self, node: str) -> None:
+        """The node's raylet, by SIGKILL: its actors die with it."""
+        self._say(f"kill {node}")
+
+    def heal(self) -> None:
+        """Have as many nodes as in the beginning."""
+        while len(self.nodes) < NUM_NODES:
+            self.add()
+
+    def head(self) -> str:
+        return next(iter(self.nodes))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        self._read()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        told = json.loads(self._process.stdout.readline())
+        self.address, self.nodes = told["address"], told["nodes"]
+
+
+class RayRun(LocalRun):
+    """`offbeat train --engine ray`, with its output and its roles' processes."""
+
+    def __init__(self, folder: Path, nodes: RayNodes, *flags: str, **more: Any) -> None:
+        where = ("--engine", "ray", "--ray-address", nodes.address)
+        super().__init__(folder, *where, *flags, **more)
+
+    def placed(self) -> dict[str, dict[str, Any]]:
+        """Where each role is, or was last: by its name."""
+        found = {}
+        for event in self.events("run"):
+            if event["phase"] == "placed":
+                found[f"{event['role']}-{event['index']}"] = event
+        return found
+
+    def pids(self, role: str = "") -> list[int]:
+        return [event["pid"] for name, event in self.placed().items() if name.startswith(role)]
+
+    def wait_until_placed(self, *names: str) -> None:
+        self.wait_until(lambda: set(names) <= set(self.placed()), f"{names} were placed")
+
+
+def actors() -> list[int]:
+    """Processes of roles, of any run."""
+    return [pid for pid, _, command in processes() if command.startswith("ray::RoleActor")]
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.05)
+
+
+def _serve() -> None:
+    import logging
+
+    from ray.cluster_utils import Cluster
+
+    logging.disable(logging.CRITICAL)
+    quiet = {"include_dashboard": False, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_EACH, **quiet})
+    nodes = {cluster.head_node.node_id: cluster.head_node}
+
+    def add() -> None:
+        node = cluster.add_node(num_cpus=CPUS_EACH, object_store_memory=100 << 20)
+        nodes[node.node_id] = node
+
+    def tell() -> None:
+        known = {name: _raylet(node) for name, node in nodes.items()}
+        print(json.dumps({"address": cluster.address, "nodes": known}), flush=True)
+
+    sys.stdout, stdout = sys.stderr, sys.stdout
+    for _ in range(NUM_NODES - 1):
+        add()
+    cluster.wait_for_nodes()
+    sys.stdout = stdout
+    tell()
+    for line in sys.stdin:
+        sys.stdout = sys.stderr
+        verb, _, name = line.strip().partition(" ")
+        if verb == "add":
+            add()
+        else:
+            os.kill(_raylet(nodes[name]), signal.SIGKILL)
+            cluster.remove_node(nodes.pop(name), allow_graceful=False)
+        sys.stdout = stdout
+        tell()
+    cluster.shutdown()
+
+
+def _raylet(node: Any) -> int:
+    (process,) = node.all_processes["raylet"]
+    return int(process.process.pid)
+
+
+if __name__ == "__main__":
+    _serve()
