@@ -192,8 +192,8 @@ def describe(module: nn.Module, *, anywhere: bool = False) -> Manifest:
             )
         if parameter.is_meta:
             raise ModelError(
-                f"parameter {name} is on meta, where it has no values: model.to_empty(device='cpu'), "
-                f"and what initialises it, give it some"
+                f"parameter {name} is on meta, where it has no values: "
+                f"model.to_empty(device='cpu'), and what initialises it, give it some"
             )
         if not anywhere and parameter.device.type != "cpu":
             raise ModelError(

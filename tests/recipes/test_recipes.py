@@ -76,7 +76,7 @@ def test_a_function_with_parameters_may_be_meant(package: Path) -> None:
     own.write_text("def data(config): ...\ndef recipe(width=3): ...\n")
     with pytest.raises(RecipeError, match="has no 'recip'; did you mean 'recipe'"):
         load_recipe(f"{own}:recip")
-    with pytest.raises(RecipeError, match="has no 'model'; known: recipe$"):
+    with pytest.raises(RecipeError, match=r"has no 'model'; known: recipe$"):
         load_recipe(f"{own}:model")
     own.write_text("def data(config): ...\n")
     with pytest.raises(RecipeError, match="there is no recipe in it"):
