@@ -1,8 +1,9 @@
 # make train   set up, then run the main job; flags: make train ARGS="--discipline lock-free"
 # make test    set up, then the tests (minutes); make test-all: the long ones too, with Lightning and transformers
+# make test-trackers  with Weights & Biases, MLflow and Trackio, in an environment of their own
 # make test-ray  what needs Ray, on three nodes that are all this machine (minutes)
 # make check   formatting, lint and types
-# make setup   only the virtual environment; make clean removes it
+# make setup   only the virtual environment; make clean removes it, and that of the trackers
 
 PYTHON ?= python3
 # so many of the ordinary tests at a time
@@ -12,8 +13,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LIBRARIES := $(VENV)/.libraries
 RAY := $(VENV)/.ray
+TRACKERS := .venv-trackers
+TRACKERS_READY := $(TRACKERS)/.ready
 
-.PHONY: setup train test test-all test-ray check format clean
+.PHONY: setup train test test-all test-trackers test-ray check format clean
 
 setup: $(READY)
 
@@ -33,6 +36,12 @@ $(RAY): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	@touch $@
 
+# They ask for versions that constraints.txt does not have.
+$(TRACKERS_READY): pyproject.toml constraints-trackers.txt
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/pip install --quiet --constraint constraints-trackers.txt --editable '.[wandb,mlflow,trackio]' pytest
+	@touch $@
+
 train: $(READY)
 	@$(BIN)/offbeat train $(ARGS)
 
@@ -40,8 +49,11 @@ test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not slow and not ray' $(ARGS)
 
 # Some of the long ones look at how workers come in each other's way: nothing runs beside them.
-test-all: test $(LIBRARIES)
+test-all: test test-trackers $(LIBRARIES)
 	$(BIN)/pytest -m slow $(ARGS)
+
+test-trackers: $(TRACKERS_READY)
+	$(TRACKERS)/bin/pytest tests/run/test_trackers.py
 
 # One cluster after the other: each is three nodes' worth of processes.
 test-ray: $(RAY)
@@ -57,4 +69,4 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(TRACKERS)

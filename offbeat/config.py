@@ -40,6 +40,8 @@ OPTIMIZERS = (
     *("RAdam", "Rprop", "Adafactor", "Muon", "SparseAdam"),
 )
 """In small letters with a learning rate of Offbeat's, else as torch has it."""
+REFUSED_LATER = {"optimizer": ("LBFGS",)}
+"""No choices, but left to those who can say why not (optim.py)."""
 ELEMENTS, TENSORS = "elements", "tensors"
 PARTITIONS = (AUTO, ELEMENTS, TENSORS)
 LR_SCALES: dict[str, Callable[[int], float]] = {
@@ -591,7 +593,7 @@ def _check_choice(name: str, value: Any) -> None:
     choices = options()[name].metadata["choices"]
     if name in PLUGINS and value is not None and ":" in value:
         return  # one of the user's own
-    if value is not None and choices and value not in choices:
+    if value is not None and choices and value not in (*choices, *REFUSED_LATER.get(name, ())):
         raise ConfigError(f"unknown {name} {value!r}; {nearest(value, choices)}")
 
 

@@ -190,7 +190,12 @@ def describe(module: nn.Module, *, anywhere: bool = False) -> Manifest:
             raise ModelError(
                 f"parameter {name} has no shape yet: run a batch through the model first"
             )
-        if parameter.device.type == "meta" or not (anywhere or parameter.device.type == "cpu"):
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name} is on meta, where it has no values: "
+                f"model.to_empty(device='cpu'), and what initialises it, give it some"
+            )
+        if not anywhere and parameter.device.type != "cpu":
             raise ModelError(
                 f"parameter {name} is on {parameter.device}; model() must return it on the CPU"
             )

@@ -224,6 +224,7 @@ def test_every_option_has_help_and_survives_json() -> None:
         (["train", "--servers", "1000000"], "lower servers"),
         (["train", "--workers", "10001"], "lower workers"),
         (["train", "--optimizer", "rmsprop", "--fused"], "without --fused"),
+        (["train", "--optimizer", "LBFGS"], "LBFGS cannot be used: it computes the loss several"),
         (["train", "--config", "missing.toml"], "cannot read the configuration file"),
         (["train", "--staleness", "-1"], "staleness"),
     ],

@@ -1379,7 +1379,7 @@ def test_data_sees_the_resolved_configuration(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"optimizer": torch.optim.SGD}, "one of offbeat's"),
+        ({"optimizer": torch.optim.SGD}, r"one of torch's as offbeat.optimizer\(torch"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"loss": None}, "loss must be a function"),

@@ -68,12 +68,12 @@ class Hosts:
         return known[index]
 
     def validated(self) -> "Hosts":
+        for address in (*self.ps, *self.worker, *([self.master] if self.master else [])):
+            split_address(address)
         if not self.ps:
             raise ConfigError("the cluster has no server: ps is empty or missing")
         if not self.num_workers:
             raise ConfigError("the cluster has neither a worker nor a master")
-        for address in (*self.ps, *self.worker, *([self.master] if self.master else [])):
-            split_address(address)
         if len(set(self.ps)) < len(self.ps):
             raise ConfigError("two servers of the cluster have the same address")
         return self

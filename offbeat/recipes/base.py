@@ -7,6 +7,7 @@ any folder.
 """
 
 import hashlib
+import inspect
 import math
 import sys
 import sysconfig
@@ -234,7 +235,8 @@ class Recipe:
             )
         if not isinstance(self.optimizer, Optimizer):
             raise RecipeError(
-                "a recipe's optimizer must be one of offbeat's, as offbeat.SGD(lr=0.1)"
+                "a recipe's optimizer must be one of offbeat's, as offbeat.SGD(lr=0.1), or one of "
+                "torch's as offbeat.optimizer(torch.optim.Adadelta, lr=1.0)"
             )
         if self.feed not in (BATCHING, DIRECT):
             raise RecipeError(
@@ -345,7 +347,7 @@ def find_recipe(name: str, kept: RecipeFile | None = None) -> "Recipe | RecipeFu
     else:
         module = _import_module(source, kept)
     if not hasattr(module, attribute):
-        known = [k for k, v in vars(module).items() if isinstance(v, Recipe)]
+        known = [name for name, value in vars(module).items() if _may_be_one(value, module)]
         hint = nearest(attribute, known) if known else "there is no recipe in it"
         raise RecipeError(f"{source} has no {attribute!r}; {hint}")
     found = getattr(module, attribute)
@@ -355,6 +357,14 @@ def find_recipe(name: str, kept: RecipeFile | None = None) -> "Recipe | RecipeFu
             f"one"
         )
     return cast("Recipe | RecipeFunction", found)
+
+
+def _may_be_one(value: object, module: ModuleType) -> bool:
+    """A recipe, or a function of the module's own whose parameters --set may give."""
+    if not inspect.isfunction(value) or value.__module__ != module.__name__:
+        return isinstance(value, Recipe)
+    given = inspect.signature(value).parameters.values()
+    return bool(given) and all(p.default is not p.empty for p in given)
 
 
 def locate(name: str, kept: RecipeFile | None = None) -> RecipeFile | None:

@@ -31,9 +31,7 @@ Given = Iterable[Callback] | Callable[[], Iterable[Callback]]
 
 def make_callbacks(recipe: Recipe, given: Given) -> list[Callback]:
     """The recipe's, made for this run, and those that were given."""
-    if isinstance(given, Callback):
-        raise ConfigError(f"callbacks must be a list of them: callbacks=[{given!r}]")
-    given = list(given() if callable(given) else given)
+    given = _listed(given)
     try:
         made = [] if recipe.callbacks is None else list(recipe.callbacks())
     except OffbeatError:
@@ -45,6 +43,15 @@ def make_callbacks(recipe: Recipe, given: Given) -> list[Callback]:
             if not isinstance(callback, Callback):
                 raise kind(f"a callback must be an offbeat.Callback, not {callback!r}")
     return [*made, *given]
+
+
+def _listed(given: Given) -> list[Callback]:
+    found = given() if callable(given) else given
+    if isinstance(found, Callback):
+        raise ConfigError(f"callbacks must be a list of them: callbacks=[{found!r}]")
+    if not isinstance(found, Iterable):
+        raise ConfigError(f"callbacks must be a list of them, not {found!r}")
+    return list(found)
 
 
 class Caller:

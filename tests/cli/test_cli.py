@@ -211,7 +211,7 @@ def test_a_diverging_run_exits_with_1_and_names_step_and_worker(
         ("recipee", "did you mean 'recipe'"),
         ("same_model", "the same model twice"),
         ("exits", "the recipe's model function failed: SystemExit"),
-        ("on_meta", "must return it on the CPU"),
+        ("on_meta", "is on meta, where it has no values"),
         ("bad_schedule", "the recipe's schedule function failed: TypeError"),
         ("no_group", "'*.bais' matches no parameter"),
     ],

@@ -349,6 +349,7 @@ CLUSTER = ["--ps", "127.0.0.1:7000", "--worker", "a:1,a:2", "--master", "b:1"]
     ("flags", "says"),
     [
         (CLUSTER, "which role? ps, master, worker"),
+        (["--worker", "4"], "'4' is no address"),
         (["--role", "worker"], "--role belongs to a cluster"),
         (["--index", "1"], "--index belongs to a cluster"),
         (["--token-file", "token.txt"], "--token-file belongs to a cluster"),

@@ -71,6 +71,18 @@ def test_a_recipes_file_may_import_from_its_package(package: Path) -> None:
         load_recipe(f"{package}/broken/own.py:recipe")
 
 
+def test_a_function_with_parameters_may_be_meant(package: Path) -> None:
+    own = package / "own.py"
+    own.write_text("def data(config): ...\ndef recipe(width=3): ...\n")
+    with pytest.raises(RecipeError, match="has no 'recip'; did you mean 'recipe'"):
+        load_recipe(f"{own}:recip")
+    with pytest.raises(RecipeError, match=r"has no 'model'; known: recipe$"):
+        load_recipe(f"{own}:model")
+    own.write_text("def data(config): ...\n")
+    with pytest.raises(RecipeError, match="there is no recipe in it"):
+        load_recipe(f"{own}:recipe")
+
+
 # -- with parameters -------------------------------------------------------------------------------
 
 

@@ -288,6 +288,10 @@ def test_what_is_no_callback_is_refused(run_dir: Path) -> None:
         toy_recipe(callbacks=[Recorder()])
     with pytest.raises(ConfigError, match=r"must be an offbeat\.Callback, not 3"):
         train(toy_recipe(), run_dir, 3)
+    for given in (3, Recorder(), Recorder):
+        with pytest.raises(ConfigError, match="callbacks must be a list of them"):
+            offbeat.train(toy_recipe(), callbacks=given, run_dir=run_dir)  # type: ignore[arg-type]
+    assert not run_dir.exists()
 
 
 def test_events_are_followed_line_by_line(tmp_path: Path) -> None:
