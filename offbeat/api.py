@@ -341,7 +341,8 @@ def train_config(
         recipe = recipe or find_recipe(config.recipe, file)
         found = Found(recipe, locate(config.recipe, file))
         made, config = _with_parameters(config, recipe)
-        job = make_job(config, made, elastic=endpoint is not None)
+        is_elastic = endpoint is not None or config.most_workers is not None
+        job = make_job(config, made, elastic=is_elastic)
         told = [*make_callbacks(made, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
         with ray_for(job.config) as cluster:
@@ -390,7 +391,7 @@ def resume_config(
             config,
             made,
             checkpoint,
-            elastic=endpoint is not None,
+            elastic=endpoint is not None or config.most_workers is not None,
             kept_initial=folder.initial,
         )
         _check_not_over(job, folder)

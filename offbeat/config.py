@@ -32,7 +32,13 @@ BF16 = "bf16"
 ENGINES = (AUTO, "local", "inproc", "ray", "cluster")
 OF_PROCESSES = (AUTO, "local", "ray")
 """Engines whose workers are processes of their own, or may be."""
-RAY_OPTIONS = ("ray_address", "cpus_per_worker", "gpus_per_worker", "memory_per_server")
+RAY_OPTIONS = (
+    "ray_address",
+    "most_workers",
+    "cpus_per_worker",
+    "gpus_per_worker",
+    "memory_per_server",
+)
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = (
     *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop"),
@@ -174,7 +180,12 @@ class TrainConfig:
         f"path/to/file.py:Class",
     )
     servers: int = _option(1, whole, "parameter servers, each with a slice of the parameters")
-    workers: int = _option(2, whole, "workers, the master among them")
+    workers: int = _option(
+        2,
+        whole,
+        "workers, the master among them; 2..8 with --engine ray: from two on, up to eight as the "
+        "cluster has room for them (asynchronous disciplines)",
+    )
     epochs: int | None = _option(
         None, whole, "passes of each worker over its own share of the data (default: the recipe's)"
     )
@@ -311,6 +322,9 @@ class TrainConfig:
         "ray: the cluster, as host:port; auto: the one that is here, else one of this machine's "
         "own; local: that in any case (default: auto)",
     )
+    most_workers: int | None = _option(
+        None, whole, "ray: how many workers there may be, as --workers 2..8 says too"
+    )
     cpus_per_worker: float = _option(1.0, number, "ray: CPUs of each worker")
     gpus_per_worker: float = _option(0.0, number, "ray: GPUs of each worker, which computes there")
     memory_per_server: float | None = _option(
@@ -440,6 +454,8 @@ class TrainConfig:
     def validated(self) -> "TrainConfig":
         """The same in its resolved form, or a ConfigError that names what is wrong with it."""
         config = _resolve_discipline(self)
+        if config.most_workers is not None:  # anybody can do any step
+            config = dataclasses.replace(config, split="shared")
         for name, value in vars(config).items():
             _check_choice(name, value)
         for name, least in _LEAST.items():
@@ -507,12 +523,20 @@ def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
     """A validated configuration; a later layer beats an earlier one, unknown keys are fatal."""
     merged: dict[str, Any] = {}
     for layer in layers:
-        for key, value in layer.items():
+        for key, value in _with_range(layer).items():
             found = convert(key, value)
             if found is None and options()[key].default is not None:
                 continue  # from Python: as if it were not given
             merged[key] = {**merged.get(key, {}), **found} if isinstance(found, dict) else found
     return TrainConfig(**merged).validated()
+
+
+def _with_range(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """2..8 workers are two options."""
+    least, dots, most = str(layer.get("workers", "")).partition("..")
+    if dots and "most_workers" in layer:
+        raise ConfigError(f"workers {least}{dots}{most} says most_workers too: leave one of them")
+    return {**layer, "workers": least, "most_workers": most} if dots else layer
 
 
 def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -635,6 +659,7 @@ def _check_ray(config: TrainConfig) -> None:
     for name in RAY_OPTIONS:
         if config.engine != "ray" and getattr(config, name) != known[name].default:
             raise ConfigError(f"{name} belongs to the engine ray: give --engine ray, or leave it")
+    _check_range(config)
     if config.devices is not None and config.engine == "ray":
         raise ConfigError(
             "devices are a machine's own, and Ray gives workers theirs: say --gpus-per-worker N"
@@ -645,6 +670,18 @@ def _check_ray(config: TrainConfig) -> None:
             raise ConfigError(f"{name} must be 0 or more, not {value:g}")
         if value is not None and value > 1 and name != "memory_per_server" and value % 1:
             raise ConfigError(f"{name} above 1 must be whole for Ray, not {value:g}")
+
+
+def _check_range(config: TrainConfig) -> None:
+    if (most := config.most_workers) is None:
+        return
+    if most < config.workers:
+        raise ConfigError(f"workers {config.workers}..{most}: the first number is the smaller one")
+    if config.chosen.kind.in_rounds:
+        raise ConfigError(
+            f"workers come and go under asynchronous disciplines only, and {config.chosen.label} "
+            f"waits for all of them: give one number of workers"
+        )
 
 
 def discipline_options() -> set[str]:

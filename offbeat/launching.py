@@ -155,6 +155,11 @@ def _check(config: TrainConfig) -> None:
     if config.tensorboard:
         check_installed()
     check_trackers(config.track)
+    if config.most_workers is not None:
+        raise ConfigError(
+            f"workers {config.workers}..{config.most_workers} are for recipes: a script's share of "
+            f"the data is cut once; give one number"
+        )
     if config.engine == "ray":
         find_ray()
 

@@ -47,6 +47,9 @@ PATIENCE_S = 10.0
 """After so long a person is told what is waited for."""
 ROOM_TIMEOUT_S = 600.0
 """How long the cluster may take to have room: for all, and for one that is to come back."""
+ASK_EVERY_S = 0.5
+"""How often it is looked whether there is room for more workers."""
+WITH_NODE = "died with its node"
 NO_PAYLOAD = Layout(num_elements=0, num_tensors=0)
 
 
@@ -116,6 +119,9 @@ class RayEngine(SupervisedEngine):
         self._room: _Room | None = None
         self._data: Any = None
         self._model: Any = None
+        self._more: list[Any] = []
+        """Room for further workers, which the cluster may have one day."""
+        self._asked_s = 0.0
         self._files: dict[tuple[str, int, str], Path] = {}
         self._patience = _Patience(self._say)
 
@@ -132,6 +138,10 @@ class RayEngine(SupervisedEngine):
             if self._patience.is_over("room", f"waiting for room on the Ray cluster: {lacks}"):
                 raise RoleError(f"the Ray cluster had no room for the run: {lacks}")
 
+        most = self.job.config.most_workers or self.job.config.workers
+        for _ in range(most - self.job.config.workers):
+            self._more.append(self._room.ask_for_another())
+
     def _put_data(self) -> Any:
         """Into the cluster's memory, once for each node; None where it is no tensors."""
         descriptor = share({"train": self._train, "test": self._test})
@@ -145,7 +155,7 @@ class RayEngine(SupervisedEngine):
     def _close(self) -> None:
         self._calls.close()
         if self._room is not None:
-            self._room.release()
+            self._room.release(self._more)
         self._data = None
 
     # -- actors --------------------------------------------------------------------------------
@@ -195,6 +205,25 @@ class RayEngine(SupervisedEngine):
             if isinstance(process.running, _Actor) and process.line is None:
                 self._look_after(process, process.running)
         self._tell_model()
+        is_time = time.monotonic() > self._asked_s + ASK_EVERY_S
+        if self._more and is_time and not self._supervisor.is_stopping:
+            self._asked_s = time.monotonic()
+            self._take_more()
+
+    def _take_more(self) -> None:
+        """There may be room for one more worker by now."""
+        assert self._room is not None
+        place = next((place for place in self._more if self._room.is_there(place)), None)
+        if place is None:
+            return
+        self._more.remove(place)
+        rank = 1 + max(rank for m in self._supervisor.members for rank in m.ranks)
+        member = Member("worker", rank, self._incarnation, ranks=(rank,))
+        self._room.let_in(member, place)
+        self._supervisor.members.append(member)
+        self._processes[member] = Process(member)
+        self._say(f"there is room for worker {rank}: it joins")
+        self._write_cluster()
 
     def _take_in(self, line: socket.socket, hello: Message) -> None:
         """Somebody who knows the token calls: an actor of ours, or what is left of a former one."""
@@ -241,10 +270,20 @@ class RayEngine(SupervisedEngine):
         wanted = in_words(self._room.needs(member)) or "a node"
         waits = f"waiting for Ray to start {member.who} (it needs {wanted}; free: "
         waits += f"{in_words(self._cluster.free()) or 'nothing'})"
-        if self._patience.is_over(process.name, waits):
+        is_over = self._patience.is_over(process.name, waits)
+        if is_over and not self._may_lack(member):
             process.kill()
             process.running = None
             self._lose(process, f"could not be started within {ROOM_TIMEOUT_S:g} s")
+
+    def _may_lack(self, member: Member) -> bool:
+        """Whether the run goes on without it."""
+        return self.job.config.most_workers is not None and member.role == "worker"
+
+    def _start_again(self, process: Process, how: str) -> None:
+        super()._start_again(process, how)
+        if how == WITH_NODE:
+            process.member.num_restarts -= 1  # which is no fault of its own
 
     def _ended(self, process: Process) -> None:
         self._places.pop(process.member, None)
@@ -337,7 +376,7 @@ def _how(error: Exception) -> str:
     if "memory" in type(error).__name__.lower() or "running low on memory" in found:
         return "was killed by Ray, since its node ran out of memory"
     if "node has died" in found or "node was terminated" in found or "node is dead" in found:
-        return "died with its node"
+        return WITH_NODE
     if "creation task" in found or type(error).__name__ == "RayTaskError":
         last = found.strip().splitlines()[-1]
         return f"could not be started: {last}"
@@ -357,14 +396,28 @@ class _Room:
         self._is_here = cluster.has_room_here(self._needs[master])
         group = cluster.ray.util.placement_group
         here = {NODE_LABEL: cluster.node} if self._is_here else {}
-        self._group = group(
+        found = group(
             list(self._needs.values()),
             strategy="SPREAD",
             bundle_label_selector=[here if m is master else {} for m in self._needs],
         )
+        self._group = found
+        self._bundles = {member: (found, index) for index, member in enumerate(self._needs)}
 
     def is_ready(self) -> bool:
         return bool(self._group.wait(timeout_seconds=0.2))
+
+    def ask_for_another(self) -> Any:
+        """A place for one more worker, as soon as there is one."""
+        (needs,) = (needs for m, needs in self._needs.items() if m.role == "master")
+        return self._cluster.ray.util.placement_group([needs])
+
+    def is_there(self, place: Any) -> bool:
+        return bool(place.wait(timeout_seconds=0))
+
+    def let_in(self, member: Member, place: Any) -> None:
+        self._needs[member] = place.bundle_specs[0]
+        self._bundles[member] = (place, 0)
 
     def needs(self, member: Member) -> Mapping[str, float]:
         return self._needs.get(member, {})
@@ -375,8 +428,9 @@ class _Room:
         if not needs:
             strategy = strategies.NodeAffinitySchedulingStrategy(node_of_master, soft=False)
             return {"num_cpus": 0, "scheduling_strategy": strategy}
+        group, index = self._bundles[member]
         strategy = strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=list(self._needs).index(member)
+            group, placement_group_bundle_index=index
         )
         more = {"memory": needs["memory"]} if "memory" in needs else {}
         return {
@@ -386,8 +440,11 @@ class _Room:
             **more,
         }
 
-    def release(self) -> None:
-        self._cluster.ray.util.remove_placement_group(self._group)
+    def release(self, others: Sequence[Any]) -> None:
+        for group in {
+            id(g): g for g in (*others, *(g for g, _ in self._bundles.values()))
+        }.values():
+            self._cluster.ray.util.remove_placement_group(group)
 
 
 def _sum(all_needs: Any) -> dict[str, float]:

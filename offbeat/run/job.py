@@ -475,8 +475,9 @@ class Job:
     @property
     def resolved(self) -> dict[str, Any]:
         """What the run really uses, whoever said so: flags, the recipe or the machine. Of a cluster
-        only the master's own devices are known."""
-        config, known = self.config, 1 if self.config.engine == "cluster" else self.config.workers
+        only the master's own devices are known, and on Ray nobody's."""
+        config = self.config
+        known = {"cluster": 1, "ray": 0}.get(config.engine, config.workers)
         return {
             "optimizer": str(self.optimizer),
             "lr": float(self.optimizer.options["lr"]),

@@ -114,6 +114,11 @@ def make_job(
         crews=crews,
         whole_tensors=needs_whole_tensors(config, optimizer, manifest),
     )
+    if config.most_workers is not None and not facts.elastic:
+        raise ConfigError(
+            f"workers {config.workers}..{config.most_workers}: the training data does not say how "
+            f"long it is, so that nobody knows when the run is over: give --steps N"
+        )
     job = _cut(config, recipe, manifest, facts)
     job = dataclasses.replace(job, train=train, test=test, initial=initial)
     job = dataclasses.replace(

@@ -1,5 +1,5 @@
-"""The engine `ray`, on a real cluster of three nodes that are all this machine: where roles are, who
-dies, and what is left."""
+"""The engine `ray`, on a real cluster of three nodes that are all this machine: where roles are,
+who dies, and what is left."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_roles_are_spread_over_the_nodes_and_the_run_is_like_any_other(
     assert placed["master-0"]["node"] == placed["evaluator-0"]["node"] == nodes.head()
     summary = run.summary()
     assert summary["status"] == "finished" and summary["engine"] == "ray"
-    assert summary["kept"]["shards"][0]["lost"] == 0 if "shards" in summary["kept"] else True
+    assert [shard["lost"] for shard in summary["kept"]] == [0, 0]
     assert run.num_steps(0) == run.num_steps(1) > 0
     assert (run.run_dir / "logs" / "worker-1.log").exists()
 
@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(tmp_path: Path, nodes:
     on = RayRun(tmp_path, nodes, "--resume", str(run.run_dir))
     assert on.wait() == 0, on.text()
     assert on.summary()["status"] == "finished"
-    assert on.summary()["applied"] == 400
+    assert on.summary()["kept"][0]["applied"] == 400
 
 
 def test_the_death_of_the_command_ends_the_run(tmp_path: Path, nodes: RayNodes) -> None:
@@ -172,3 +172,82 @@ def test_train_within_a_ray_program(tmp_path: Path, nodes: RayNodes) -> None:
     assert "and 1" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["engine"] == "ray"
+
+
+SCRIPT = """
+import sys
+import torch
+import offbeat
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for step in range(int(sys.argv[1])):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+    loss.backward()
+    offbeat.log(loss=loss.item())
+    optimizer.step()
+offbeat.log(error=loss.item())
+print("worker", offbeat.rank(), "of", offbeat.world_size(), "is through")
+"""
+
+
+def test_a_script_of_ones_own(tmp_path: Path, nodes: RayNodes) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    where = ["--engine", "ray", "--ray-address", nodes.address, "--run-dir", "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "launch",
+        *where,
+        "--servers",
+        "2",
+        "train.py",
+        "50",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "worker 0 of 2 is through" in done.stdout
+    assert "worker 1 of 2 is through" in (tmp_path / "run" / "logs" / "worker-1.log").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["gradients"] == 100
+    assert summary["test_scores"]["error"] < 1
+
+
+def test_a_node_that_does_not_see_the_folder_tells_what_it_would_write(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    """It has another file system where the run's folder is."""
+    run_dir = tmp_path / "apart" / "run"
+    run_dir.parent.mkdir()
+    (tmp_path / "recipes.py").write_text(RECIPE_FILE)
+    for node in list(nodes.nodes):
+        if node != nodes.head():
+            nodes.kill(node)
+    with nodes.apart(run_dir.parent):
+        run = RayRun(tmp_path, nodes, "--steps", "40", "--servers", "2", "--run-dir", str(run_dir))
+        assert run.wait() == 0, run.text()
+    far = {name for name, event in run.placed().items() if event["node"] != nodes.head()}
+    assert far & {"ps-0", "ps-1", "worker-1"}, "somebody was there"
+    assert run.num_steps(0) == run.num_steps(1) == 40
+    for name in far:
+        assert f"is {name}" in (run.run_dir / "logs" / f"{name}.log").read_text()
+    assert [shard["applied"] for shard in run.summary()["kept"]] == [80, 80]
+
+
+def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes) -> None:
+    doomed = next(node for node in nodes.nodes if node != nodes.head())
+    nodes.kill(doomed)  # what is left has room for a server and three workers
+    slowly = ("--slow-worker", "0:20x,1:20x", "--steps", "1000")
+    run = RayRun(tmp_path, nodes, "--workers", "2..4", *slowly)
+    run.wait_until_placed("worker-2")
+    assert "worker-3" not in run.placed()
+    nodes.add()
+    run.wait_until(lambda: run.num_steps(3) > 0, "the fourth worker is at work")
+    assert run.wait() == 0, run.text()
+    assert "there is room for worker 3: it joins" in run.text()
+    assert run.summary()["kept"][0]["applied"] == 2000

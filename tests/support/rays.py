@@ -1,16 +1,19 @@
 """Ray clusters of several nodes, all of them this machine, and runs on them.
 
-`python rays.py` is a process of its own that has the cluster, so that nothing of it is in the tests:
-it writes the address and the nodes as a line of JSON, and obeys lines: add, kill NODE.
+`python rays.py` is a process of its own that has the cluster, so that nothing of it is in the
+tests: it writes the address and the nodes as a line of JSON, and obeys lines: add, kill NODE.
 """
 
+import contextlib
+import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,25 @@ class RayNodes:
         """Have as many nodes as in the beginning."""
         while len(self.nodes) < NUM_NODES:
             self.add()
+
+    @contextlib.contextmanager
+    def apart(self, folder: Path) -> Iterator[None]:
+        """One more node, to which something else lies where this folder is."""
+        start = f"ray start --address {self.address} --num-cpus {CPUS_EACH} --block"
+        ray = shlex.quote(str(Path(sys.executable).parent)) + "/" + start
+        command = f"mount -t tmpfs none {shlex.quote(str(folder))} && exec {ray}"
+        process = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            self._say("count 2")
+            yield
+        finally:
+            process.terminate()  # it ends what it has started
+            process.wait(30)
 
     def head(self) -> str:
         return next(iter(self.nodes))
@@ -132,12 +154,18 @@ def _serve() -> None:
         verb, _, name = line.strip().partition(" ")
         if verb == "add":
             add()
+        elif verb == "count":
+            wait_for(functools.partial(_has, cluster, int(name)), "it came")
         else:
             os.kill(_raylet(nodes[name]), signal.SIGKILL)
             cluster.remove_node(nodes.pop(name), allow_graceful=False)
         sys.stdout = stdout
         tell()
     cluster.shutdown()
+
+
+def _has(cluster: Any, count: int) -> bool:
+    return sum(node["Alive"] for node in cluster.global_state.node_table()) >= count
 
 
 def _raylet(node: Any) -> int:
