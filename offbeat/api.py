@@ -64,6 +64,10 @@ OTHER_FORMATS = {
 """Endings of files that do not hold safetensors."""
 
 
+_MAKING = threading.Lock()
+"""Held while a job is made: models and data draw from torch's generator, which threads share."""
+
+
 @dataclass(frozen=True)
 class Staleness:
     """Of the applied gradients, pooled over the shards; NaN where there were none."""
@@ -331,10 +335,12 @@ def train_config(
     forks: ForkServer | None = None,
     file: RecipeFile | None = None,
     callbacks: Given = (),
+    begun: Callable[[Engine], None] = lambda engine: None,
 ) -> Result:
     """The same, from a configuration that is complete; with `endpoint`, as the master of a cluster;
     `display` makes what shows its progress, `forks` starts the processes; `file` is where the
-    recipe comes from, where that is known better than by its name."""
+    recipe comes from, where that is known better than by its name; `begun` is given the engine, so
+    that another thread can stop it."""
     began_s = time.monotonic()
     _check(config, endpoint)
     with fork_server(config.engine, forks) as forks:
@@ -342,7 +348,8 @@ def train_config(
         found = Found(recipe, locate(config.recipe, file))
         made, config = _with_parameters(config, recipe)
         is_elastic = endpoint is not None or config.most_workers is not None
-        job = make_job(config, made, elastic=is_elastic)
+        with _MAKING:
+            job = make_job(config, made, elastic=is_elastic)
         told = [*make_callbacks(made, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
         with ray_for(job.config) as cluster:
@@ -359,6 +366,7 @@ def train_config(
                 threads=config.threads,
                 callbacks=told,
                 display=display,
+                begun=begun,
             )
             with folder.locked() as lock:
                 return _run(job, replicas, start, lock=lock, incarnation=0)
@@ -447,6 +455,7 @@ class _Start:
     callbacks: Sequence[Callback]
     display: MakeDisplay | None = None
     resumed: bool = False
+    begun: Callable[[Engine], None] = lambda engine: None
 
     def clock(self) -> float:
         return time.monotonic() - self.began_s
@@ -478,6 +487,7 @@ def _run(
         display.notice(line)
     caller = Caller(start.callbacks, folder, display, _beginning(job, start))
     engine = _make_engine(job, replicas, start, caller.display, lock=lock, incarnation=incarnation)
+    start.begun(engine)
     with caller:
         try:
             engine.run()

@@ -92,9 +92,10 @@ def launch_config(
     callbacks: Sequence[Callback] = (),
     shows_rank_0: bool = True,
     master: InCluster | None = None,
+    begun: Callable[[Engine], None] = lambda engine: None,
 ) -> Result:
     """The same, from a configuration that is complete. `shows_rank_0`: what its script prints goes
-    where this process's output does, not to a log."""
+    where this process's output does, not to a log; `begun` is given the engine."""
     began_s = time.monotonic()
     config = resolved(config)
     _check(config)
@@ -110,6 +111,7 @@ def launch_config(
             callbacks=callbacks,
             shows_rank_0=shows_rank_0,
             master=master,
+            begun=begun,
         )
         with folder.locked() as lock:
             try:
@@ -177,6 +179,7 @@ class Launched:
     callbacks: Sequence[Callback] = ()
     shows_rank_0: bool = True
     master: InCluster | None = None
+    begun: Callable[[Engine], None] = lambda engine: None
 
     def run(self, cluster: RayCluster | None, lock: int, *, incarnation: int) -> Result:
         folder = self.folder
@@ -185,6 +188,7 @@ class Launched:
         start = self._start(is_resumed=incarnation > 0)
         caller = Caller(told, folder, self.display, start)
         engine = self._make_engine(caller.display, cluster, lock, incarnation)
+        self.begun(engine)
         with caller:
             try:
                 engine.run()

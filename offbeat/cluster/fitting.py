@@ -48,6 +48,20 @@ def find_lack(asks: Sequence[Ask], nodes: Sequence[Mapping[str, float]]) -> str:
     return ""
 
 
+def most_at_once(asked: Sequence[Sequence[Ask]], nodes: Sequence[Mapping[str, float]]) -> int:
+    """How many runs fit side by side, whichever of them: as many of the largest as there is room
+    for."""
+    largest = max(asked, key=lambda asks: [_sum(asks, name) for name in ("GPU", "CPU", "memory")])
+    most = 0
+    while most < len(asked) and not find_lack([*largest] * (most + 1), nodes):
+        most += 1
+    return most
+
+
+def _sum(asks: Sequence[Ask], name: str) -> float:
+    return sum(ask.resources.get(name, 0.0) for ask in asks)
+
+
 def in_words(resources: Mapping[str, float]) -> str:
     """2 CPUs, 1 GPU and 4 GiB of memory; what else a node may have is left out."""
     counts = [_count(name, resources[name]) for name in KNOWN if resources.get(name, 0.0)]

@@ -104,7 +104,8 @@ class Grid:
 
     @property
     def engine(self) -> str:
-        return "local" if self.script else str(self.options.get("engine", TrainConfig.engine))
+        asked = str(self.options.get("engine", TrainConfig.engine))
+        return "local" if self.script and asked != "ray" else asked
 
     def cells(self) -> list[Cell]:
         first = int(self.options.get("seed", 0))

@@ -14,14 +14,19 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.api import Result, find_again, named, refuse_recursion
+from offbeat.cluster.fitting import most_at_once
+from offbeat.cluster.rays import find_ray, joined
 from offbeat.comparison.grid import Cell, Grid, check_grid, grid_file, make_grid
 from offbeat.comparison.subjects import OfRecipe, OfScript, Subject
 from offbeat.config import TrainConfig
+from offbeat.engines.actors import asks_of
+from offbeat.engines.base import Engine
 from offbeat.engines.books import Books
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, OffbeatError, RunDirError
@@ -32,6 +37,8 @@ from offbeat.report.write import write_report
 from offbeat.run.checkpoint import prune_checkpoints
 from offbeat.run.progress import Overview, make_overview, minutes
 from offbeat.run.rundir import RunFolder, create_run_folder
+
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ def run_grid(
     forks: ForkServer | None = None,
 ) -> Comparison:
     """`forks` starts the processes, of all cells."""
+    if grid.engine == "ray":
+        find_ray()
     out = out or _new_folder(grid.recipe)
     configs, left_out = check_grid(grid, out)
     grid, subject = _find_subject(grid, recipe)
@@ -162,11 +171,15 @@ class _Comparing:
         self.summaries: dict[str, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.interrupted = False
+        self._engines: list[Engine] = []
 
     def run(self, left_out: Mapping[Cell, str], target: Target | None) -> Comparison:
         quiet = bool(self.grid.options.get("quiet"))
         overview = make_overview(
-            f"{self.grid.recipe} -> {self.out}", len(self.configs), quiet=quiet
+            f"{self.grid.recipe} -> {self.out}",
+            len(self.configs),
+            quiet=quiet,
+            in_lines=self.grid.engine == "ray",
         )
         try:
             if (change := self.subject.change) is not None:
@@ -175,16 +188,65 @@ class _Comparing:
                 overview.notice(f"left out: {'; '.join(cells)}: {reason}")
             for cell in self.configs:
                 self._look_for(cell)
-            for number, cell in enumerate(self.configs, start=1):
-                if cell.name not in self.summaries:
-                    overview.begin(number, cell.words, self._left_s(cell))
-                    overview.end(self._train(cell, overview))
-                if self.interrupted:
-                    break
+            if self.grid.engine == "ray":
+                self._train_on_ray(overview)
+            else:
+                self._train_in_turn(overview)
         finally:
             overview.close()
         page, _ = write_report([self.out], target=target)
         return Comparison(self.out, page, self.summaries, self.failed, self.interrupted)
+
+    def _train_in_turn(self, overview: Overview) -> None:
+        for number, cell in enumerate(self.configs, start=1):
+            if cell.name not in self.summaries:
+                overview.begin(number, cell.words, self._left_s(cell))
+                overview.end(self._train(cell, overview))
+            if self.interrupted:
+                break
+
+    def _train_on_ray(self, overview: Overview) -> None:
+        """As many cells side by side as the cluster has room for, each in a thread."""
+        todo = [cell for cell in self.configs if cell.name not in self.summaries]
+        if not todo:
+            return
+        asked = [asks_of(self.configs[cell]) for cell in todo]
+        with joined(self.configs[todo[0]].ray_address, max(asked, key=len)) as cluster:
+            most = most_at_once(asked, list(cluster.nodes().values()))
+            if most > 1:
+                overview.notice(f"up to {most} runs side by side: times are not comparable then")
+            pool = ThreadPoolExecutor(max_workers=max(1, most), thread_name_prefix="cell")
+            try:
+                waits = [pool.submit(self._train_one, cell, overview) for cell in todo]
+                self._await(waits)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _await(self, waits: Sequence["Future[None]"]) -> None:
+        """The first Ctrl-C ends all runs in order, the second gives up."""
+        while any(not future.done() for future in waits):
+            try:
+                wait(waits, timeout=POLL_S)
+            except KeyboardInterrupt:
+                if self.interrupted:
+                    raise
+                self.interrupted = True
+                for future in waits:
+                    future.cancel()
+                for engine in list(self._engines):
+                    engine.stop()
+        for future in waits:
+            if not future.cancelled():
+                future.result()
+
+    def _train_one(self, cell: Cell, overview: Overview) -> None:
+        overview.notice(f"{cell.words}: begins")
+        overview.notice(self._train(cell, overview))
+
+    def _begun(self, engine: Engine) -> None:
+        self._engines.append(engine)
+        if self.interrupted:
+            engine.stop()
 
     def _look_for(self, cell: Cell) -> None:
         """A cell that finished is kept; what is left of one that did not makes place for another
@@ -209,7 +271,7 @@ class _Comparing:
         began_s = time.monotonic()
         config = self.configs[cell]
         try:
-            result = self.subject.run(config, overview.display, self.forks)
+            result = self.subject.run(config, overview.display, self.forks, self._begun)
             prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
         except OffbeatError as error:
             self.failed[cell.name] = str(error)

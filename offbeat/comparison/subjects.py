@@ -4,13 +4,14 @@ Made by runs.py; each cell is a run of it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.api import Found, Result, train_config
 from offbeat.config import TrainConfig
+from offbeat.engines.base import Engine
 from offbeat.engines.forkserver import ForkServer
 from offbeat.errors import ConfigError, nearest
 from offbeat.launching import describe_launched, launch_config
@@ -33,8 +34,13 @@ class Subject(ABC):
 
     @abstractmethod
     def run(
-        self, config: TrainConfig, display: MakeDisplay, forks: ForkServer | None
-    ) -> Result: ...
+        self,
+        config: TrainConfig,
+        display: MakeDisplay,
+        forks: ForkServer | None,
+        begun: Callable[[Engine], None],
+    ) -> Result:
+        """`begun` is given the engine, so that another thread can stop it."""
 
     @abstractmethod
     def describe(self, config: TrainConfig) -> dict[str, Any]:
@@ -62,9 +68,15 @@ class OfRecipe(Subject):
                     f"{option} goes by {name!r}, which nothing is scored by; {nearest(name, known)}"
                 )
 
-    def run(self, config: TrainConfig, display: MakeDisplay, forks: ForkServer | None) -> Result:
+    def run(
+        self,
+        config: TrainConfig,
+        display: MakeDisplay,
+        forks: ForkServer | None,
+        begun: Callable[[Engine], None],
+    ) -> Result:
         recipe, file = self.found.recipe, self.found.file
-        return train_config(config, recipe, display=display, forks=forks, file=file)
+        return train_config(config, recipe, display=display, forks=forks, file=file, begun=begun)
 
     def describe(self, config: TrainConfig) -> dict[str, Any]:
         metric = metric_name(self._made(config))
@@ -87,9 +99,17 @@ class OfScript(Subject):
     def check(self, config: TrainConfig, target: str | None = None) -> None:
         return
 
-    def run(self, config: TrainConfig, display: MakeDisplay, forks: ForkServer | None) -> Result:
+    def run(
+        self,
+        config: TrainConfig,
+        display: MakeDisplay,
+        forks: ForkServer | None,
+        begun: Callable[[Engine], None],
+    ) -> Result:
         shown = display(config.recipe, None)
-        return launch_config(config, self.script, shown, forks=forks, shows_rank_0=False)
+        return launch_config(
+            config, self.script, shown, forks=forks, shows_rank_0=False, begun=begun
+        )
 
     def describe(self, config: TrainConfig) -> dict[str, Any]:
         return describe_launched(config, self.script)

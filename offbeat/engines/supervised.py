@@ -179,6 +179,7 @@ class SupervisedEngine(Engine):
             raise self.failures[0]
 
     def stop(self) -> None:
+        self.interrupted = True
         self._stop.set()
 
     def _go_on(self) -> None:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,8 @@ from offbeat.report.record import Record
 from offbeat.report.setup import setup_of
 from offbeat.report.statistics import Sample
 
+OVERLAP = 0.25
+"""Runs that have so much of the shorter one's time in common went on side by side."""
 NOT_COMPARED = {
     *("seed", "run_dir", "data_dir", "quiet", "keep", "tensorboard", "summary_every", "log_every"),
     *("eval_every", "eval_skipped", "checkpoint_every", "keep_best", "track"),
@@ -60,6 +63,8 @@ class Run:
     gradients_per_s: float | None
     """While all workers were at work."""
     train_time_s: float
+    span_s: tuple[float, float] | None
+    """When it trained, on the clock on the wall; None: it does not say."""
     staleness: dict[int, Counter[int]]
     shares: dict[int, tuple[float, ...]]
     dropped: int
@@ -108,6 +113,7 @@ def shortened(record: Record) -> Run:
         gradients=totals.gradients,
         gradients_per_s=record.full_rate(),
         train_time_s=time_s,
+        span_s=span_of(record),
         staleness={rank: record.workers[rank].staleness for rank in record.ranks},
         shares={rank: shares_of(record.workers[rank]) for rank in record.ranks},
         dropped=totals.dropped,
@@ -117,6 +123,25 @@ def shortened(record: Record) -> Run:
         restarts=len(record.restarts),
         unreadable=record.unreadable,
     )
+
+
+def span_of(record: Record) -> tuple[float, float] | None:
+    try:
+        began = datetime.strptime(record.environment["started"], "%Y-%m-%dT%H:%M:%S%z")
+    except (KeyError, TypeError, ValueError):
+        return None
+    return began.timestamp() + record.first_s, began.timestamp() + record.last_s
+
+
+def side_by_side(runs: Sequence[Run]) -> int:
+    """How many of them went on at the same time, at most; a moment in common does not count."""
+    spans = [run.span_s for run in runs if run.span_s is not None]
+    return max((sum(_overlap(span, other) for other in spans) for span in spans), default=0)
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    common_s = min(one[1], other[1]) - max(one[0], other[0])
+    return one is other or common_s > OVERLAP * min(one[1] - one[0], other[1] - other[0]) > 0
 
 
 def with_parameters(config: dict[str, Any]) -> dict[str, Any]:

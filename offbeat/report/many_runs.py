@@ -31,6 +31,7 @@ from offbeat.report.groups import (
     Target,
     in_words,
     mean_curve,
+    side_by_side,
     sort_runs,
     without,
 )
@@ -73,6 +74,11 @@ def _lead(findings: Findings) -> str:
         (value, *others) = {run.config.get(name) for run in findings.runs}
         if value and not others:
             text += f" All with --{name.replace('_', '-')} {value}."
+    if (most := side_by_side(findings.runs)) > 1:
+        text += (
+            f" Up to {most} of them went on side by side: what is said of time is not to be "
+            f"compared, neither among them nor with others."
+        )
     unfinished = [run for run in findings.runs if not run.finished]
     if unfinished:
         text += (

@@ -264,8 +264,9 @@ class Overview(ABC):
     def close(self) -> None: ...
 
 
-def make_overview(title: str, num_runs: int, *, quiet: bool) -> Overview:
-    if not quiet and sys.stdout is not None and sys.stdout.isatty():
+def make_overview(title: str, num_runs: int, *, quiet: bool, in_lines: bool = False) -> Overview:
+    """`in_lines`: several of them may go on at a time, for which there is no bar."""
+    if not quiet and not in_lines and sys.stdout is not None and sys.stdout.isatty():
         return _BarOverview(title, num_runs)
     return _LineOverview(title, num_runs, quiet=quiet or sys.stdout is None)
 

@@ -251,3 +251,18 @@ def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes)
     assert run.wait() == 0, run.text()
     assert "there is room for worker 3: it joins" in run.text()
     assert run.summary()["kept"][0]["applied"] == 2000
+
+
+def test_a_comparison_runs_cells_side_by_side_and_says_so(tmp_path: Path, nodes: RayNodes) -> None:
+    (tmp_path / "recipes.py").write_text(RECIPE_FILE)
+    where = ["--engine", "ray", "--ray-address", nodes.address, "--recipe", "recipes.py:recipe"]
+    grid = ["--disciplines", "sync,lock-free", "--workers", "2", "--seeds", "1", "--steps", "300"]
+    slowly = ["--slow-worker", "0:20x,1:20x", "--out", "out"]
+    command = [sys.executable, "-m", "offbeat", "compare", *where, *grid, *slowly]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "up to 2 runs side by side: times are not comparable then" in done.stdout
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "Up to 2 of them went on side by side" in report
