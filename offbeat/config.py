@@ -482,6 +482,12 @@ class TrainConfig:
         check_clipping(config)
         _check_injected(config)
         _check_ray(config)
+        if config.run_dir is not None and "://" in config.run_dir:
+            raise ConfigError(
+                f"run_dir {config.run_dir} is no path, and a run's folder has to be one: where "
+                f"files can be locked, added to and renamed; with several machines, a path that "
+                f"all of them see"
+            )
         if config.init is not None:  # it is read by whoever is told of it, from any folder
             config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
         for tracker in config.track:

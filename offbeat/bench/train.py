@@ -62,7 +62,7 @@ def train(
         fork_server("local") as forks,
         tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder,
     ):
-        rig = _Rig(Path(folder), options, forks, timeout_s=TIMEOUT_S + 10 * seconds)
+        rig = Rig(Path(folder), options, forks, timeout_s=TIMEOUT_S + 10 * seconds)
         with contextlib.closing(rig):
             steps = {}
             for name in rates:
@@ -109,7 +109,7 @@ def step_times(run_dir: Path) -> list[list[float]]:
     return list(times.values())
 
 
-class _Rig:
+class Rig:
     """Runs one contender after the other, each in a folder of its own under `folder`."""
 
     def __init__(

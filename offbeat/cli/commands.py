@@ -504,12 +504,28 @@ def _bench(known: argparse.Namespace) -> int:
     if known.json is not None and not Path(known.json).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {known.json}: there is no such folder")
     with signals_as_ctrl_c():
-        from offbeat.bench import exchange, gpu, launch, network, norm, report, start, tables, train
+        from offbeat.bench import (
+            engines,
+            exchange,
+            gpu,
+            launch,
+            network,
+            norm,
+            report,
+            start,
+            tables,
+            train,
+        )
 
         kinds: dict[str, Callable[..., Any]]
         kinds = {"exchange": exchange.exchange, "train": train.train, "norm": norm.norm}
         kinds |= {"network": network.network, "report": report.report}
-        kinds |= {"start": start.start, "gpu": gpu.gpu, "launch": launch.bench_launch}
+        kinds |= {
+            "engines": engines.engines,
+            "start": start.start,
+            "gpu": gpu.gpu,
+            "launch": launch.bench_launch,
+        }
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}
     print(tables.machine())

@@ -432,6 +432,12 @@ BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], N
         5,
         _add_bench_launch,
     ),
+    "engines": (
+        "gradients per second of roles that Ray starts, beside those that the command starts",
+        "What the engine ray costs while a run goes on, on made-up data; needs Ray.",
+        5,
+        _add_bench_launch,
+    ),
     "gpu": (
         "gradients per second on one GPU, beside bare loops, eager and captured",
         "Gradients per second of workers that share one GPU, on made-up images.",

@@ -17,7 +17,8 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            0's script, which counts nothing: higher_is_better, by their names, since nobody knew of
            them before
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
-           process) and end (status, reason) by the engine;
+           process), placed (on Ray: role, index, node, host, pid) and end (status, reason) by the
+           engine;
            checkpoint (version) and books (shards: version and accounts, as in the last
            checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server;
            fall, of a learning rate that goes by scores: at which version, by the master, and by
