@@ -1,5 +1,6 @@
 """Who is who among the tasks of a Slurm step, and in pods: decided by each for itself, alike."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from offbeat.cluster.scheduled import (
     find_scheduled,
     spread,
 )
-from offbeat.errors import ConfigError
+from offbeat.config import make_config
+from offbeat.errors import ConfigError, RunDirError
+from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 
 
 def step(task: int, node: int, nodes: str, counts: str, **more: str) -> dict[str, str]:
@@ -187,3 +190,36 @@ def test_who_says_more_than_auto_is_told_so(
 ) -> None:
     assert main(["role", "auto", *flags]) == 2
     assert "role auto finds out by itself who it is" in capsys.readouterr().err
+
+
+def a_run(folder: Path, *, checkpoint: bool, **options: Any) -> Path:
+    config = make_config({"engine": "cluster", "run_dir": str(folder / "run"), **options})
+    made = create_run_folder(config)
+    made.write_config(describe_run(config))
+    if checkpoint:
+        (made.checkpoints / "00000012").mkdir()
+    return made.path
+
+
+def test_the_same_command_goes_on_with_its_run(tmp_path: Path) -> None:
+    """As a scheduler gives it to a master that died."""
+    given = {"recipe": "alexnet", "servers": "2", "epochs": "7", "run_dir": str(tmp_path / "run")}
+    assert roles.find_former(given, {}) is None, "there is none yet"
+    path = a_run(tmp_path, checkpoint=True, recipe="alexnet", servers=2, epochs=7)
+    assert roles.find_former(given, {}) == str(path)
+    assert roles.find_former({"run_dir": str(path)}, {"epochs": 7}) == str(path)
+    assert roles.find_former({**given, "epochs": "8"}, {}) is None, "that is another run"
+    assert roles.find_former({"recipe": "alexnet"}, {}) is None, "its folder has a name of its own"
+
+
+def test_a_run_that_came_to_no_checkpoint_is_put_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 2):
+        path = a_run(tmp_path, checkpoint=False, epochs=7)
+        assert roles.find_former({"epochs": "7", "run_dir": str(path)}, {}) is None
+        assert not path.exists() and (tmp_path / f"run-{number}" / "config.json").exists()
+    assert f"put aside: {tmp_path / 'run-2'}" in capsys.readouterr().out
+    path = a_run(tmp_path, checkpoint=False, epochs=7)
+    with RunFolder(path).locked(), pytest.raises(RunDirError, match="is in use"):
+        roles.find_former({"epochs": "7", "run_dir": str(path)}, {})
