@@ -195,7 +195,7 @@ def test_who_says_more_than_auto_is_told_so(
 def a_run(folder: Path, *, checkpoint: bool, **options: Any) -> Path:
     config = make_config({"engine": "cluster", "run_dir": str(folder / "run"), **options})
     made = create_run_folder(config)
-    made.write_config(describe_run(config))
+    made.write_json(made.config, describe_run(config))
     if checkpoint:
         (made.checkpoints / "00000012").mkdir()
     return made.path

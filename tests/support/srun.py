@@ -75,8 +75,16 @@ class Job:
         return [int(pid) for pid in (self.folder / "tasks").read_text().split()]
 
     def cancel(self) -> None:
-        """As scancel does: every task is told, and srun, which tells them once more."""
-        for pid in self.pids():
+        """As scancel does: every task is told, and srun, which tells them once more. Servers hear
+        it first, as may well be on many nodes."""
+        servers = [out for out in self.folder.glob("task-*.out") if "listens" in out.read_text()]
+        pids = self.pids()
+        for out in servers:
+            os.kill(pids[int(out.stem.removeprefix("task-"))], signal.SIGTERM)
+        self.wait_until(
+            lambda: all("told to leave" in out.read_text() for out in servers), "they are told"
+        )
+        for pid in pids:
             os.kill(pid, signal.SIGTERM)
         self.process.send_signal(signal.SIGTERM)
 
