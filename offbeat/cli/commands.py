@@ -380,6 +380,8 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
         done, stopped = roles.work(endpoint, rank, given, scores=known.score)
         for line in _lines(done.metric_name, done.scores, done.time_s, done.loss):
             say(line)
+        if known.role == AUTO and not done.is_over:
+            return INTERRUPTED  # a Job starts it again, and the run may go on
     else:
         stopped = roles.score(endpoint, given)
     return INTERRUPTED if stopped else 0

@@ -78,6 +78,26 @@ def test_the_manifest_makes_one_run_though_pods_die(make: Make) -> None:
     assert "Traceback" not in pods.text()
 
 
+def test_a_masters_pod_that_is_evicted_is_missed_until_it_is_back(make: Make) -> None:
+    """It ends the run in order, with a checkpoint; then everybody is started again, as long as the
+    run is not through."""
+    pods = make("--steps", "40", "--checkpoint-every", "1000000")
+    start_all(pods)
+    pods.wait_until(lambda: pods.num_pushes() > 20, "20 pushes")
+    process = pods.pods["offbeat-master-0"].process
+    assert process is not None
+    process.terminate()
+    codes = pods.codes()
+    jobs = {key: code for key, code in codes.items() if "ps" not in key}
+    assert set(jobs.values()) == {130}, "a Job would take 0 for the end"
+    assert summarise(pods.run_dir)["status"] == "interrupted", pods.text()
+    start_all(pods)
+    assert set(pods.codes().values()) == {0}, pods.text()
+    summary = summarise(pods.run_dir)
+    assert summary["status"] == "finished" and summary["not_kept"] == 0
+    assert {row["applied"] for row in summary["kept"]} == {5 * 40}, "all gradients are in"
+
+
 def test_pods_that_are_deleted_keep_a_checkpoint(make: Make) -> None:
     """All of them at once, as kubectl delete does it."""
     pods = make("--steps", "100000", "--checkpoint-every", "1000000")

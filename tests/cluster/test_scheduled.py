@@ -1,5 +1,6 @@
 """Who is who among the tasks of a Slurm step, and in pods: decided by each for itself, alike."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,28 @@ def test_one_command_is_for_all_tasks_who_take_what_is_theirs(
 ) -> None:
     for name, value in step(task, 0, "127.0.0.1", "3").items():
         monkeypatch.setenv(name, value)
+    assert who_is_called(monkeypatch) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("ps", ("ps", 0)),
+        ("chief", ("master", {"servers": "1", "discipline": "sync", "threads": "1"})),
+        ("worker", 1),
+    ],
+)
+def test_the_same_with_tf_config(kind: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which beats what else there is."""
+    cluster = {"ps": ["127.0.0.1:7000"], "chief": ["c:1"], "worker": ["w:1"]}
+    told = {"cluster": cluster, "task": {"type": kind, "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(told))
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert who_is_called(monkeypatch) == [expected]
+
+
+def who_is_called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """By one command that is the same for all."""
     called: list[Any] = []
 
     def serve(endpoint: Endpoint, index: int, bind: str | None) -> bool:
@@ -181,7 +204,7 @@ def test_one_command_is_for_all_tasks_who_take_what_is_theirs(
     monkeypatch.setattr(roles, "work", work)
     flags = ["--servers", "1", "--discipline", "sync", "--threads", "1"]
     main(["role", "auto", *flags])
-    assert called == [expected]
+    return called
 
 
 @pytest.mark.parametrize("flags", [["--index", "1"], ["--ps", "a:1", "--worker", "b:1"]])
