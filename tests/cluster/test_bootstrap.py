@@ -287,6 +287,14 @@ def test_a_worker_says_that_another_server_than_the_first_is_missing(tmp_path: P
         assert "server 1 is here" in worker.lines
 
 
+def test_a_worker_knows_that_the_run_is_over(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2, epochs=5) as made:
+        made.start_servers()
+        worker = made.start_worker(1)
+        finish(made, made.start_master())
+        assert worker.result.is_over and worker.result.num_steps == 5 * 12
+
+
 # -- a second master -------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 from offbeat.cli import main, roles
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.hosts import Hosts, Task
+from offbeat.cluster.remote import WorkDone
 from offbeat.cluster.scheduled import (
     expand_counts,
     expand_nodes,
@@ -205,6 +206,29 @@ def who_is_called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     flags = ["--servers", "1", "--discipline", "sync", "--threads", "1"]
     main(["role", "auto", *flags])
     return called
+
+
+@pytest.mark.parametrize(
+    ("reason", "stopped", "role", "code"),
+    [
+        ("the run is finished", False, "auto", 0),
+        ("the run is interrupted", False, "auto", 130),
+        ("told to stop", True, "auto", 130),
+        ("the run is interrupted", False, "worker", 0),
+    ],
+)
+def test_a_worker_says_whether_its_job_is_done(
+    reason: str, stopped: bool, role: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Job starts it again otherwise. Whoever starts workers by hand looks after them."""
+    done = WorkDone(
+        num_steps=1, loss=0.0, time_s=1.0, metric_name="accuracy", scores={}, reason=reason
+    )
+    monkeypatch.setattr(roles, "work", lambda *told, **more: (done, stopped))
+    cluster = {"ps": ["127.0.0.1:7000"], "chief": ["c:1"], "worker": ["w:1"]}
+    told = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(told))
+    assert main(["role", role]) == code
 
 
 @pytest.mark.parametrize("flags", [["--index", "1"], ["--ps", "a:1", "--worker", "b:1"]])
