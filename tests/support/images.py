@@ -115,7 +115,7 @@ def read_steps(text: str) -> list[tuple[str, str]]:
     """Each instruction with what follows it."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    return [tuple(line.split(None, 1)) for line in joined.splitlines() if line.strip()]  # type: ignore[misc]
+    return [tuple(line.split(None, 1)) for line in joined.splitlines() if line.strip()]
 
 
 class Image:
