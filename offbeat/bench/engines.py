@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.bench.processes import TIMEOUT_S
 from offbeat.bench.tables import Row, short
-from offbeat.bench.train import CALIBRATION_STEPS, TIMEOUT_S, Rig, rate
+from offbeat.bench.train import CALIBRATION_STEPS, Rig, rate
 from offbeat.cluster.rays import LOCAL, joined
 from offbeat.config import make_config
 from offbeat.engines.actors import asks_of

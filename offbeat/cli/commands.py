@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.cli.flags import flag, make_parser, unknown
+from offbeat.cli.signals import Echoes
 from offbeat.cluster.hosts import Hosts, Task, find_hosts
 from offbeat.cluster.scheduled import find_scheduled
 from offbeat.comparison import grid
@@ -82,9 +83,15 @@ def signals_as_ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    echoes = Echoes()
+
+    def interrupt(number: int, frame: object) -> None:
+        if not echoes.is_one(number):
+            raise KeyboardInterrupt
+
     before = {
-        number: signal.signal(number, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is not signal.SIG_IGN  # nohup
     }
     try:
@@ -359,8 +366,11 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
 
     endpoint = _endpoint(known, hosts)
     if is_master:
+        resume = known.resume
+        if resume is None and known.role == AUTO:
+            resume = roles.find_former(given, from_file)
         with signals_as_ctrl_c():
-            result = roles.master(endpoint, given, from_file, known.resume)
+            result = roles.master(endpoint, given, from_file, resume)
         for line in _result_lines(result.summary):
             say(line)
         return INTERRUPTED if result.interrupted else 0
@@ -370,6 +380,8 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
         done, stopped = roles.work(endpoint, rank, given, scores=known.score)
         for line in _lines(done.metric_name, done.scores, done.time_s, done.loss):
             say(line)
+        if known.role == AUTO and not done.is_over:
+            return INTERRUPTED  # a Job starts it again, and the run may go on
     else:
         stopped = roles.score(endpoint, given)
     return INTERRUPTED if stopped else 0

@@ -10,6 +10,7 @@ Called by the command line:
 
 import contextlib
 import ipaddress
+import itertools
 import logging
 import signal
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.api import Result, resume_config, train_config
+from offbeat.cli.signals import Echoes
 from offbeat.cluster.bootstrap import Bootstrap
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.hosts import Hosts, is_loopback, split_address
@@ -26,7 +28,9 @@ from offbeat.cluster.remote import NO_PAYLOAD, WorkDone, run_evaluator, run_work
 from offbeat.config import make_config, not_overruled
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.roles.calls import About
+from offbeat.run.checkpoint import list_checkpoints
 from offbeat.run.progress import say
+from offbeat.run.rundir import RunFolder
 from offbeat.transport.security import TOKEN_VARIABLE, Terms
 from offbeat.transport.sockets import SocketListener, connect_for_calls
 from offbeat.version import __version__
@@ -55,7 +59,7 @@ def serve(
             f"name it with --token-file, or put it into {TOKEN_VARIABLE}"
         )
     address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
-    with console(f"ps-{index}") as (log, stop):
+    with console(f"ps-{index}") as (log, leave):
         try:
             listener = SocketListener(address, NO_PAYLOAD, endpoint.terms)
         except ConnectionClosedError as error:
@@ -66,12 +70,13 @@ def serve(
             index,
             log,
             start_timeout_s=endpoint.start_timeout_s,
-            stop=stop,
+            stop=threading.Event(),
+            leave=leave,
             script=script,
         )
         server.run()
         log.info("server %d leaves: %s", index, server.reason)
-        return stop.is_set()
+        return leave.is_set()
 
 
 def split_bind(bind: str, port: int) -> tuple[str, int]:
@@ -88,9 +93,40 @@ def master(
     """Be the master: keep the run's folder, and train as rank 0."""
     decided = decided_by(endpoint.hosts, {**from_file, **given})
     if resume is not None:
-        return resume_config(Path(resume), {**given, **decided}, endpoint=endpoint)
+        options = {k: v for k, v in given.items() if k not in ("run_dir", "init")}
+        return resume_config(Path(resume), {**options, **decided}, endpoint=endpoint)
     config = make_config(not_overruled(from_file, given), given, decided)
     return train_config(config, endpoint=endpoint)
+
+
+def find_former(given: Mapping[str, Any], from_file: Mapping[str, Any]) -> str | None:
+    """The folder of the run that is asked for once more: a scheduler starts a master that died, or
+    a job that it had to put off, by the same command. None: there is no such run, or another one.
+    A folder that came to no checkpoint is put aside, since nothing can go on from it."""
+    names = {**from_file, **given}
+    if not names.get("run_dir"):
+        return None
+    folder = RunFolder(Path(names["run_dir"]))
+    if not (folder.path / "config.json").exists():
+        return None
+    before, _ = folder.read_config()
+    asked = make_config(not_overruled(from_file, given), given)
+    if any(getattr(before, name) != getattr(asked, name) for name in names):
+        return None
+    if list_checkpoints(folder.checkpoints):
+        say(f"{folder.path} is a run of this kind: going on with it")
+        return str(folder.path)
+    with folder.locked():
+        aside = free_folder(folder.path)
+        folder.path.rename(aside)
+    say(f"a run that came to no checkpoint was put aside: {aside}")
+    return None
+
+
+def free_folder(path: Path) -> Path:
+    """A name beside it that nobody has: RUN-1, RUN-2."""
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def decided_by(hosts: Hosts, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,10 +242,13 @@ def console(name: str) -> Iterator[tuple[logging.Logger, threading.Event]]:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; the second one is not waited for."""
-    stop = threading.Event()
+    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; the second one is not waited for,
+    unless it came with the first."""
+    stop, echoes = threading.Event(), Echoes()
 
     def stop_or_give_up(number: int, frame: object) -> None:
+        if echoes.is_one(number):
+            return
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()

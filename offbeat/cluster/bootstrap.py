@@ -58,6 +58,10 @@ MASTERS_OWN = ("threads", "data_dir", "keep", "checkpoint_every", "eval_every", 
 RELEASE_TIMEOUT_S = 10.0
 JOINED_PER_EPOCH = 1000
 LINGER_S = 60.0
+LEAVE_S = 10.0
+"""How long a server that was told to leave stays for the master. A scheduler that ends a run tells
+all of them at once, and there is no last checkpoint without the servers; one that is told alone is
+missed no sooner than it would be anyway. Slurm and Kubernetes wait for 30 s."""
 CONFIG_WAIT_S = 5.0
 """How long somebody who asks for the configuration waits for it before asking again."""
 
@@ -80,7 +84,8 @@ class Run:
 
 
 class Bootstrap:
-    """`run` returns when the run is over. `stop` ends it early."""
+    """`run` returns when the run is over. `stop` ends it early; `leave` does so too, as soon as
+    the master has ended the run, or has not."""
 
     def __init__(
         self,
@@ -90,6 +95,7 @@ class Bootstrap:
         *,
         start_timeout_s: float,
         stop: threading.Event,
+        leave: threading.Event | None = None,
         script: str | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +106,9 @@ class Bootstrap:
         self.log = log
         self._start_timeout_s = start_timeout_s
         self._stop = stop
+        self._leave = leave or threading.Event()
+        self._told_s: float | None = None
+        """When it was told to leave."""
         self._lock = threading.Lock()
         self.serving: Run | None = None
         """What the master said that it is to be; None: nothing yet."""
@@ -131,7 +140,7 @@ class Bootstrap:
         self._acceptor.start()
         try:
             while not self._configured.wait(POLL_S):
-                if self._stop.is_set():
+                if self._is_to_go():
                     return
                 if self._now() > deadline_s:
                     raise ConnectionClosedError(
@@ -150,17 +159,30 @@ class Bootstrap:
         """Called as long as the run goes on."""
         if self.serving is not None:
             self.serving.records.flush()
+        self._look_whether_to_leave()
         away_s = self._now() - self._master_heard_s
         if away_s > self._start_timeout_s:
             raise ConnectionClosedError(
                 f"nothing was heard of the master for {away_s:.0f} s (--start-timeout)"
             )
 
+    def _look_whether_to_leave(self) -> None:
+        if not self._leave.is_set():
+            return
+        if self._told_s is None:
+            self._told_s = self._now()
+            self.log.info("told to leave: waiting up to %g s for the master's last word", LEAVE_S)
+        if self._now() > self._told_s + LEAVE_S:
+            self._stop.set()
+
+    def _is_to_go(self) -> bool:
+        return self._stop.is_set() or self._leave.is_set()
+
     def _linger(self) -> None:
         """Stay for the evaluators that were here: they may still be busy with another checkpoint,
         and are to have the last one."""
         deadline_s = self._now() + LINGER_S
-        while self._evaluators and self._now() < deadline_s and not self._stop.is_set():
+        while self._evaluators and self._now() < deadline_s and not self._is_to_go():
             self._tick.wait(POLL_S)
 
     def _close(self) -> None:

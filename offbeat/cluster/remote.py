@@ -108,6 +108,13 @@ class WorkDone:
     metric_name: str
     scores: Mapping[str, float]
     """Empty: nobody asked."""
+    reason: str
+    """Why it has left, as the servers put it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run came to its end; else it may go on when its master is back."""
+        return self.reason == "the run is finished"
 
 
 def ask_config(
@@ -186,6 +193,7 @@ def run_worker(
         time_s=clock(),
         metric_name=metric_name(job.recipe),
         scores=found,
+        reason=done["reason"],
     )
 
 

@@ -160,6 +160,7 @@ class WorkerRole(Role):
             "steps": stats.num_steps,
             "examples": stats.num_examples,
             "loss": stats.loss if math.isfinite(stats.loss) else None,
+            "reason": self.worker.reason,
         }
 
 
@@ -208,6 +209,7 @@ class Crew:
             "steps": sum(progress["steps"] for progress in found),
             "examples": sum(progress["examples"] for progress in found),
             "loss": mean(progress["loss"] for progress in found),
+            "reason": found[0]["reason"],
         }
 
     def _run(self, role: WorkerRole) -> None:

@@ -98,6 +98,8 @@ class Worker:
         self.log = log
         self.step = 1
         """The step that is being prepared or computed, counted from 1."""
+        self.reason = ""
+        """Why it has left, as a server put it, or whoever stopped it."""
         self.stats = WorkerStats()
         self._unwritten: _Step | None = None
         self._exchange = Exchange(
@@ -142,6 +144,7 @@ class Worker:
         except ConnectionClosedError as error:
             if not error.over and not self._stop.is_set():
                 raise
+            self.reason = str(error)
             self.log.info("%s", error)
         self.log.info("left after %d steps", self.step - 1)
 

@@ -1,5 +1,5 @@
-"""What an actor is told and tells, without Ray: where the others are, and the mirror of a folder that
-it does not see; and what is said where Ray is missing."""
+"""What an actor is told and tells, without Ray: where the others are, and the mirror of a folder
+that it does not see; and what is said where Ray is missing."""
 
 import json
 import socket

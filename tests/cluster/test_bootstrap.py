@@ -23,6 +23,7 @@ from test_cluster import quickly  # noqa: F401 - a fixture for all of these
 import offbeat
 from offbeat.accounts import Account
 from offbeat.cli import commands, main, roles
+from offbeat.cluster import bootstrap
 from offbeat.cluster.bootstrap import Bootstrap
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.hosts import TF_VARIABLE, Hosts
@@ -193,6 +194,34 @@ def test_a_server_stays_for_an_evaluator_until_it_leaves(tmp_path: Path) -> None
         made.servers[0].wait()
 
 
+def test_a_server_that_is_told_to_leave_stays_for_the_masters_last_word(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        server, _ = configure(made)
+        made.servers[0].leave.set()
+        wait_until(lambda: "told to leave" in " ".join(made.servers[0].lines), "it is told")
+        status, _ = server.answer({"ask": "status"}, {})
+        assert not status["loaded"] and made.servers[0].thread.is_alive()
+        server.answer({"ask": "finish", "reason": "the run is interrupted"}, {})
+        server.answer({"ask": "release"}, {})
+        made.servers[0].wait()
+        assert server.reason == "the run is interrupted"
+
+
+@pytest.mark.parametrize("is_serving", [False, True])
+def test_a_server_that_is_told_to_leave_alone_does_not_stay_for_long(
+    is_serving: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "LEAVE_S", 0.2 if is_serving else 1000.0)
+    with cluster(tmp_path, servers=1, workers=1) as made:
+        if is_serving:
+            configure(made)
+        else:
+            made.start_servers()
+        made.servers[0].leave.set()
+        made.servers[0].wait()
+        assert made.bootstraps[0].reason == "it was stopped"
+
+
 def test_a_server_does_not_outlive_its_master_for_long(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=1, workers=1) as made:
         made.start_timeout_s = 0.5
@@ -256,6 +285,14 @@ def test_a_worker_says_that_another_server_than_the_first_is_missing(tmp_path: P
         made.servers.append(made.serve(1, made.listeners[1]))
         finish(made, master)
         assert "server 1 is here" in worker.lines
+
+
+def test_a_worker_knows_that_the_run_is_over(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=2, epochs=5) as made:
+        made.start_servers()
+        worker = made.start_worker(1)
+        finish(made, made.start_master())
+        assert worker.result.is_over and worker.result.num_steps == 5 * 12
 
 
 # -- a second master -------------------------------------------------------------------------------

@@ -166,49 +166,6 @@ def test_the_tasks_of_a_slurm_step_are_one_run(byhand: ByHand) -> None:
     finished(byhand, workers=3)
 
 
-SRUN = """
-import os, subprocess, sys
-assert sys.argv[1] == "--distribution=block"
-step = {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
-step["SLURM_STEP_NODELIST"] = "127.0.0.[1-2]"
-tasks = [
-    subprocess.Popen(
-        sys.argv[2:],
-        env={**os.environ, **step, "SLURM_PROCID": str(n), "SLURM_NODEID": str(n // 3)},
-    )
-    for n in range(6)
-]
-sys.exit(max(task.wait() for task in tasks))
-"""
-
-
-@pytest.mark.slow
-def test_the_batch_script_makes_one_run_of_two_nodes(tmp_path: Path) -> None:
-    """With an srun that starts its tasks here: two nodes of three tasks."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name, text in (("srun", SRUN), ("offbeat", "from offbeat.cli import main; main()")):
-        (commands / name).write_text(f"#!{sys.executable}\n{text}")
-        (commands / name).chmod(0o755)
-    (tmp_path / "recipes.py").write_text(RECIPE_FILE)
-    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
-    given = {"PATH": path, "RECIPE": "recipes.py:momentum", "RUN_DIR": "run", "SLURM_JOB_ID": "31"}
-    script = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sbatch"
-    found = subprocess.run(
-        ["bash", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, **given},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    summary = summarise(tmp_path / "run")
-    assert summary["status"] == "finished" and len(summary["workers"]) == 4
-    assert {event["shard"] for event in read_events(tmp_path / "run" / "events", "ps-*")} == {0, 1}
-
-
 @pytest.mark.slow
 def test_pods_are_one_run(byhand: ByHand) -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:

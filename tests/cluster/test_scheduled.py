@@ -1,5 +1,7 @@
 """Who is who among the tasks of a Slurm step, and in pods: decided by each for itself, alike."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,13 +9,16 @@ import pytest
 from offbeat.cli import main, roles
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.hosts import Hosts, Task
+from offbeat.cluster.remote import WorkDone
 from offbeat.cluster.scheduled import (
     expand_counts,
     expand_nodes,
     find_scheduled,
     spread,
 )
-from offbeat.errors import ConfigError
+from offbeat.config import make_config
+from offbeat.errors import ConfigError, RunDirError
+from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 
 
 def step(task: int, node: int, nodes: str, counts: str, **more: str) -> dict[str, str]:
@@ -158,6 +163,28 @@ def test_one_command_is_for_all_tasks_who_take_what_is_theirs(
 ) -> None:
     for name, value in step(task, 0, "127.0.0.1", "3").items():
         monkeypatch.setenv(name, value)
+    assert who_is_called(monkeypatch) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("ps", ("ps", 0)),
+        ("chief", ("master", {"servers": "1", "discipline": "sync", "threads": "1"})),
+        ("worker", 1),
+    ],
+)
+def test_the_same_with_tf_config(kind: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which beats what else there is."""
+    cluster = {"ps": ["127.0.0.1:7000"], "chief": ["c:1"], "worker": ["w:1"]}
+    told = {"cluster": cluster, "task": {"type": kind, "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(told))
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert who_is_called(monkeypatch) == [expected]
+
+
+def who_is_called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """By one command that is the same for all."""
     called: list[Any] = []
 
     def serve(endpoint: Endpoint, index: int, bind: str | None) -> bool:
@@ -178,7 +205,30 @@ def test_one_command_is_for_all_tasks_who_take_what_is_theirs(
     monkeypatch.setattr(roles, "work", work)
     flags = ["--servers", "1", "--discipline", "sync", "--threads", "1"]
     main(["role", "auto", *flags])
-    assert called == [expected]
+    return called
+
+
+@pytest.mark.parametrize(
+    ("reason", "stopped", "role", "code"),
+    [
+        ("the run is finished", False, "auto", 0),
+        ("the run is interrupted", False, "auto", 130),
+        ("told to stop", True, "auto", 130),
+        ("the run is interrupted", False, "worker", 0),
+    ],
+)
+def test_a_worker_says_whether_its_job_is_done(
+    reason: str, stopped: bool, role: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Job starts it again otherwise. Whoever starts workers by hand looks after them."""
+    done = WorkDone(
+        num_steps=1, loss=0.0, time_s=1.0, metric_name="accuracy", scores={}, reason=reason
+    )
+    monkeypatch.setattr(roles, "work", lambda *told, **more: (done, stopped))
+    cluster = {"ps": ["127.0.0.1:7000"], "chief": ["c:1"], "worker": ["w:1"]}
+    told = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(told))
+    assert main(["role", role]) == code
 
 
 @pytest.mark.parametrize("flags", [["--index", "1"], ["--ps", "a:1", "--worker", "b:1"]])
@@ -187,3 +237,36 @@ def test_who_says_more_than_auto_is_told_so(
 ) -> None:
     assert main(["role", "auto", *flags]) == 2
     assert "role auto finds out by itself who it is" in capsys.readouterr().err
+
+
+def a_run(folder: Path, *, checkpoint: bool, **options: Any) -> Path:
+    config = make_config({"engine": "cluster", "run_dir": str(folder / "run"), **options})
+    made = create_run_folder(config)
+    made.write_json(made.config, describe_run(config))
+    if checkpoint:
+        (made.checkpoints / "00000012").mkdir()
+    return made.path
+
+
+def test_the_same_command_goes_on_with_its_run(tmp_path: Path) -> None:
+    """As a scheduler gives it to a master that died."""
+    given = {"recipe": "alexnet", "servers": "2", "epochs": "7", "run_dir": str(tmp_path / "run")}
+    assert roles.find_former(given, {}) is None, "there is none yet"
+    path = a_run(tmp_path, checkpoint=True, recipe="alexnet", servers=2, epochs=7)
+    assert roles.find_former(given, {}) == str(path)
+    assert roles.find_former({"run_dir": str(path)}, {"epochs": 7}) == str(path)
+    assert roles.find_former({**given, "epochs": "8"}, {}) is None, "that is another run"
+    assert roles.find_former({"recipe": "alexnet"}, {}) is None, "its folder has a name of its own"
+
+
+def test_a_run_that_came_to_no_checkpoint_is_put_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 2):
+        path = a_run(tmp_path, checkpoint=False, epochs=7)
+        assert roles.find_former({"epochs": "7", "run_dir": str(path)}, {}) is None
+        assert not path.exists() and (tmp_path / f"run-{number}" / "config.json").exists()
+    assert f"put aside: {tmp_path / 'run-2'}" in capsys.readouterr().out
+    path = a_run(tmp_path, checkpoint=False, epochs=7)
+    with RunFolder(path).locked(), pytest.raises(RunDirError, match="is in use"):
+        roles.find_former({"epochs": "7", "run_dir": str(path)}, {})

@@ -251,7 +251,8 @@ def test_a_crew_is_one_in_what_it_tells(folder: RunFolder) -> None:
     for role, steps, loss in zip(crew._roles, (3, 4), (1.0, 2.0), strict=True):
         role.worker.stats = WorkerStats(num_steps=steps, num_examples=10 * steps, loss=loss)
     context.records.close()
-    assert crew.progress() == {"ready": False, "steps": 7, "examples": 70, "loss": 1.5}
+    of_both = {"steps": 7, "examples": 70, "loss": 1.5}
+    assert crew.progress() == {"ready": False, "reason": "", **of_both}
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), [((0,), [True]), ((0, 1), [False, False])])

@@ -27,6 +27,8 @@ class Role:
 
     def __init__(self, name: str, body: Callable[["Role"], Any]) -> None:
         self.stop = threading.Event()
+        self.leave = threading.Event()
+        """For servers: told by a scheduler."""
         self.lines: list[str] = []
         self.result: Any = None
         self.error: Exception | None = None
@@ -96,6 +98,7 @@ class Cluster:
                 collecting(role),
                 start_timeout_s=self.start_timeout_s,
                 stop=role.stop,
+                leave=role.leave,
                 script=self.script,
             )
             self.bootstraps[index].run()

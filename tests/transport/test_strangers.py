@@ -395,8 +395,9 @@ def test_a_closed_terminal_ends_a_role_unless_nohup(ignored: bool) -> None:
             assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == ignored
             if not ignored:
                 signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGTERM)  # which came along with it
                 with pytest.raises(KeyboardInterrupt):
-                    signal.raise_signal(signal.SIGTERM)
+                    signal.raise_signal(signal.SIGINT)
             assert stop.is_set() is not ignored
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -411,6 +412,9 @@ def test_a_closed_terminal_ends_a_run_unless_nohup(ignored: bool) -> None:
             if not ignored:
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGTERM)  # which came along with it
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, before)
 
