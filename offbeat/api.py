@@ -610,7 +610,8 @@ def _notices(job: Job, change: str | None) -> Iterator[str]:
 
 def _title(job: Job, folder: RunFolder) -> str:
     config = job.config
-    servers = f"{config.servers} server{'s' * (config.servers > 1)}"
+    count = config.servers if config.chosen.kind.served else "no"
+    servers = f"{count} server{'s' * (count != 1)}"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     values = ", ".join(f"{name}={value}" for name, value in config.set.items())
     return (

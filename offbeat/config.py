@@ -24,7 +24,8 @@ from offbeat.disciplines import Bounded, Discipline, Sync
 from offbeat.errors import ConfigError, nearest
 from offbeat.plugins import Choice, Option, find, parse, read_options
 
-DISCIPLINES = tuple(disciplines.BUILT_IN)
+DISCIPLINES = tuple(name for name, kind in disciplines.BUILT_IN.items() if kind.served)
+"""Those that servers have."""
 SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
 AUTO, OFF = "auto", "off"
@@ -39,6 +40,8 @@ RAY_OPTIONS = (
     "gpus_per_worker",
     "memory_per_server",
 )
+PEER_ENGINES = (AUTO, "local", "ray")
+"""Those that tell workers without servers where they meet."""
 ROLES = ("ps", "master", "worker", "evaluator")
 OPTIMIZERS = (
     *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop"),
@@ -175,9 +178,9 @@ class TrainConfig:
     discipline: str = _option(
         "apply-reply",
         text,
-        f"when gradients are applied: {', '.join(DISCIPLINES)}; bounded:S and sync:B say "
-        f"--staleness and --backup-workers too; your own: package.module:Class or "
-        f"path/to/file.py:Class",
+        f"when gradients are applied: {', '.join(disciplines.BUILT_IN)}; bounded:S and sync:B say "
+        f"--staleness and --backup-workers too; allreduce has no servers; your own: "
+        f"package.module:Class or path/to/file.py:Class",
     )
     servers: int = _option(1, whole, "parameter servers, each with a slice of the parameters")
     workers: int = _option(
@@ -488,6 +491,7 @@ class TrainConfig:
                 f"files can be locked, added to and renamed; with several machines, a path that "
                 f"all of them see"
             )
+        _check_unserved(config)
         if config.init is not None:  # it is read by whoever is told of it, from any folder
             config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
         for tracker in config.track:
@@ -687,6 +691,31 @@ def _check_range(config: TrainConfig) -> None:
         raise ConfigError(
             f"workers come and go under asynchronous disciplines only, and {config.chosen.label} "
             f"waits for all of them: give one number of workers"
+        )
+
+
+def _check_unserved(config: TrainConfig) -> None:
+    """What takes servers, where there are none."""
+    kind = config.chosen.kind
+    if kind.served:
+        return
+    if config.servers > 1:
+        raise ConfigError(
+            f"{kind.name} has no servers: leave servers {config.servers} out, or say 1 where a run "
+            f"goes on"
+        )
+    if config.engine not in PEER_ENGINES:
+        raise ConfigError(
+            f"{kind.name} needs the engine local, where workers are processes that meet without a "
+            f"server; not {config.engine}"
+        )
+    for name, default in (("server_device", AUTO), ("partition", AUTO)):
+        if (value := getattr(config, name)) != default:
+            raise ConfigError(f"{kind.name} has no servers: leave {name} {value} out")
+    if config.reduce not in options()["reduce"].metadata["choices"]:
+        raise ConfigError(
+            f"{kind.name} knows no more of a round's gradients than their sum: reduce must be mean "
+            f"or sum, not {config.reduce}"
         )
 
 

@@ -20,8 +20,7 @@ Each class also says what there is to know about it, so that nobody has to ask f
 your own works like a recipe: `--discipline path/file.py:Class`; examples/drop_stale.py is one.
 
 What a server promises in return, and what the classes rely on: one event at a time (unless
-`locked` is False); a worker pushes only after it joined or got a reply; every push is handed over
-once.
+`locked` is False); pushes of those only who joined or got a reply; every push once.
 """
 
 import math
@@ -71,8 +70,7 @@ class Discipline(Plugin, ABC):
     """The rule for when a pushed gradient is applied and when its worker gets parameters back.
 
     `workers` are those the run starts with. They count as present from the beginning, so that
-    nobody runs ahead while the others are still on their way; one that never comes must be
-    reported as left.
+    nobody runs ahead while others are on their way; one that never comes must be reported as left.
     """
 
     in_rounds: ClassVar[bool] = False
@@ -83,6 +81,8 @@ class Discipline(Plugin, ABC):
     """Whether the server must keep events and actions of different workers apart."""
     exact: ClassVar[bool] = True
     """Whether every version can be had as it was when asked for before it is there."""
+    served: ClassVar[bool] = True
+    """Whether there are servers; else each worker keeps all there is, and makes every update."""
 
     def __init__(self, workers: Iterable[int]) -> None:
         self.present = set(workers)
@@ -121,8 +121,7 @@ class Discipline(Plugin, ABC):
 
 
 class ApplyReply(Discipline):
-    """Asynchronous: a worker gets back parameters that contain its own gradient, and waits for
-    nobody."""
+    """Asynchronous: a worker gets parameters that have its own gradient, and waits for nobody."""
 
     name = "apply-reply"
 
@@ -131,8 +130,7 @@ class ApplyReply(Discipline):
 
 
 class ReplyApply(Discipline):
-    """Asynchronous: a worker gets the newest parameters at once; its gradient is applied behind
-    its back."""
+    """Asynchronous: a worker gets the newest parameters; its gradient is applied after that."""
 
     name = "reply-apply"
 
@@ -152,18 +150,16 @@ class LockFree(ReplyApply):
 
 
 class Sync(Discipline):
-    """On the beat: a round is one gradient from every worker present, one update, one reply to
-    each.
+    """On the beat: a round is a gradient from every worker present, one update, a reply to each.
 
     With `backup_workers` b a round closes when all but b have come; with `round_timeout_s` at the
-    first tick that long after its first gradient was seen waiting. Whoever comes late is dropped
-    and answered.
+    first tick so long after its first gradient was seen. Whoever is late is dropped and answered.
     """
 
     name = "sync"
     in_rounds = True
     merges = True
-    options = (
+    options: ClassVar[tuple[Option, ...]] = (
         Option(
             name="backup_workers",
             default=0,
@@ -193,9 +189,9 @@ class Sync(Discipline):
 
     @classmethod
     def complaint(cls, num_workers: int, values: Mapping[str, float]) -> str:
-        backups = f"{values['backup_workers']:g} of {num_workers} would leave nobody to wait for"
-        few = values["backup_workers"] < num_workers
-        return "" if few else f"backup_workers must be below the number of workers: {backups}"
+        backups = f"{(count := values.get('backup_workers', 0)):g} of {num_workers}"
+        why = f"below the number of workers: {backups} would leave nobody to wait for"
+        return "" if count < num_workers else f"backup_workers must be {why}"
 
     @property
     def gradients_per_update(self) -> int:
@@ -212,9 +208,8 @@ class Sync(Discipline):
         return self._close_if_full()
 
     def on_join(self, worker: int) -> list[Action]:
-        super().on_join(worker)
         self.round_of[worker] = self.round
-        return []
+        return super().on_join(worker)
 
     def on_leave(self, worker: int) -> list[Action]:
         super().on_leave(worker)
@@ -240,11 +235,18 @@ class Sync(Discipline):
     def _close(self) -> list[Action]:
         ranks = sorted(self.arrived)  # a fixed order makes the sum of a round the same to the bit
         pushes = tuple(self.arrived[rank] for rank in ranks)
-        self.arrived = {}
-        self.waiting_since = None
+        self.arrived, self.waiting_since = {}, None
         self.round += 1
         self.round_of.update(dict.fromkeys(ranks, self.round))
         return [Apply(pushes), *(Reply(rank) for rank in ranks)]
+
+
+class AllReduce(Sync):
+    """Sync, but workers make the mean among themselves, as torch's DistributedDataParallel does."""
+
+    name = "allreduce"
+    served = False
+    options = ()
 
 
 class Bounded(Discipline):
@@ -276,9 +278,8 @@ class Bounded(Discipline):
         return [Apply((push,)), *self._release()]
 
     def on_join(self, worker: int) -> list[Action]:
-        super().on_join(worker)
         self.clock.setdefault(worker, min(self.clock.values(), default=0))
-        return []
+        return super().on_join(worker)
 
     def on_leave(self, worker: int) -> list[Action]:
         super().on_leave(worker)
@@ -294,5 +295,5 @@ class Bounded(Discipline):
 
 
 BUILT_IN: dict[str, type[Discipline]] = {
-    kind.name: kind for kind in (Sync, ApplyReply, ReplyApply, LockFree, Bounded)
+    kind.name: kind for kind in (Sync, ApplyReply, ReplyApply, LockFree, Bounded, AllReduce)
 }

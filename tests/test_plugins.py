@@ -13,7 +13,7 @@ from torch import Tensor
 
 import offbeat
 from offbeat.cli import main
-from offbeat.config import make_config, options
+from offbeat.config import DISCIPLINES, make_config, options
 from offbeat.disciplines import BUILT_IN, Action, Apply, Discipline, Push, Reply
 from offbeat.errors import ConfigError
 from offbeat.plugins import Choice, Option, parse
@@ -143,7 +143,7 @@ def test_what_is_wrong_with_ones_own_is_one_line(text: str, message: str) -> Non
 
 
 def test_a_default_choice_is_what_a_grid_begins_with() -> None:
-    labels = [Choice.default(kind).label for kind in BUILT_IN.values()]
+    labels = [Choice.default(kind).label for kind in BUILT_IN.values() if kind.served]
     assert labels == ["sync", "apply-reply", "reply-apply", "lock-free", "bounded:1"]
 
 
@@ -240,7 +240,7 @@ def test_a_rule_sees_staleness_and_what_each_gradient_was_computed_on(tmp_path: 
 
 
 def test_ones_own_rule_goes_with_any_discipline(tmp_path: Path) -> None:
-    for discipline in BUILT_IN:
+    for discipline in DISCIPLINES:
         result = offbeat.train(
             toy_recipe(),
             discipline=discipline,

@@ -22,7 +22,7 @@ from offbeat.disciplines import BUILT_IN
 from offbeat.errors import RunError
 from offbeat.plugins import Choice
 
-DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values())
+DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values() if kind.served)
 NUM_SCORES = 20
 
 

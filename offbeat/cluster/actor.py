@@ -7,10 +7,12 @@ does not see the run's folder has a mirror of it. When the line breaks it ends, 
 """
 
 import dataclasses
+import fcntl
 import os
 import re
 import shutil
 import socket
+import struct
 import sys
 import threading
 import time
@@ -33,6 +35,11 @@ CALL_TIMEOUT_S = 30.0
 SEND_EVERY_S = 0.2
 MAX_BYTES = 1 << 20
 """Of a file, in one message."""
+MEETING_TIMEOUT_S = 120.0
+"""How long the master's process may take to come, where workers meet without servers."""
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+GET_ADDRESS = 0x8915
+"""Linux's SIOCGIFADDR."""
 FILE_NAME = re.compile(r"(events|logs)/[\w-]+(\.\d+)?\.(jsonl|log)")
 STREAMS = {"out": 1, "err": 2}
 """What a process prints, where a person is to see it."""
@@ -94,7 +101,8 @@ class _Life:
 
     def live(self, data: Any) -> None:
         Control.in_a_role = True
-        control = Control(self._call({"pid": os.getpid()}))
+        meeting = free_port(self._host) if self._order.role == "master" else ""
+        control = Control(self._call({"pid": os.getpid(), "meeting": meeting}))
         control.told = self._told
         control.start()
         try:
@@ -107,12 +115,16 @@ class _Life:
     def _call(self, more: Mapping[str, Any]) -> socket.socket:
         order = self._order
         hello = {"key": order.key, "name": order.name, "generation": order.generation}
-        hello |= {"node": self._node, "host": self._host, **more}
+        hello |= {"node": self._node, "host": self._host, "meeting": "", **more}
         return call_engine(order.engine, hello, CALL_TIMEOUT_S, self._terms)
 
     def _be_role(self, control: Control, data: Any) -> None:
         order = self._order
         cluster = self._told.wait()
+        if not _config(order, RunFolder(Path(order.run_dir))).chosen.kind.served:
+            cluster = self._told.wait_for_meeting()
+            if interface := interface_of(self._host):
+                os.environ.setdefault(INTERFACE_VARIABLE, interface)
         if Path(order.folder).is_dir():
             os.chdir(order.folder)
         sys.path += [path for path in order.path if path not in sys.path]
@@ -163,6 +175,27 @@ class _Life:
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
+def free_port(host: str) -> str:
+    """An address on this node where nobody listens now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as found:
+        found.bind((host, 0))
+        return f"tcp:{f'[{host}]' if ':' in host else host}:{found.getsockname()[1]}"
+
+
+def interface_of(host: str) -> str:
+    """The network interface that has this address; empty: none is known."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            try:
+                raw = fcntl.ioctl(asking, GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+        if socket.inet_ntoa(raw[20:24]) == host:
+            return name
+    return ""
+
+
 def _config(order: Order, folder: RunFolder) -> TrainConfig:
     options = {k: v for k, v in order.described["config"].items() if v is not None}
     return make_config({**options, **order.options, "run_dir": str(folder.path)})
@@ -185,6 +218,7 @@ class Told:
         self._model: Any = None
         self._mirror: RunFolder | None = None
         self._known = threading.Event()
+        self._changed = threading.Event()
         self._lock = threading.Lock()
 
     def __call__(self, message: Mapping[str, Any]) -> None:
@@ -197,12 +231,23 @@ class Told:
                 began_s = now_s if before is None else before.began_s
                 self._cluster = dataclasses.replace(found, began_s=began_s)
                 self._known.set()
+                self._changed.set()
             self._model = message.get("model", self._model)
             self._mirror_model()
 
     def wait(self) -> Cluster:
         if not self._known.wait(CALL_TIMEOUT_S):
             raise ConnectionClosedError("the engine does not say where everybody is")
+        return self.cluster()
+
+    def wait_for_meeting(self) -> Cluster:
+        """Until the master has said where workers meet."""
+        deadline_s = time.monotonic() + MEETING_TIMEOUT_S
+        while not self.cluster().meeting:
+            self._changed.clear()
+            left_s = deadline_s - time.monotonic()
+            if not self.cluster().meeting and not self._changed.wait(left_s):
+                raise ConnectionClosedError("the master does not say where workers meet")
         return self.cluster()
 
     def cluster(self) -> Cluster:

@@ -32,7 +32,7 @@ from offbeat.errors import ConfigError, RunDirError
 from offbeat.plugins import Choice
 from offbeat.scripts import check_options
 
-DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values())
+DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values() if kind.served)
 WORKERS = (1, 2)
 SERVERS = (1,)
 SEEDS = 3

@@ -16,7 +16,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ def asks_of(config: TrainConfig) -> list[Ask]:
     server = {"CPU": 1.0, "memory": (config.memory_per_server or 0.0) * GIB}
     ranks = range(config.workers)
     workers = [(f"worker {rank}" if rank else "the master", worker) for rank in ranks]
-    servers = [(f"server {index}", server) for index in range(config.servers)]
+    num_servers = config.servers if config.chosen.kind.served else 0
+    servers = [(f"server {index}", server) for index in range(num_servers)]
     return [
         Ask(who=who, resources={name: count for name, count in needs.items() if count})
         for who, needs in (*workers, *servers)
@@ -87,6 +88,8 @@ class Place:
     node: str
     host: str
     pid: int
+    meeting: str = ""
+    """Where the master's node has a port for workers without servers to meet."""
     from_afar: str = ""
     """A server's address for other nodes."""
 
@@ -236,10 +239,13 @@ class RayEngine(SupervisedEngine):
         elif process.line is not None or process.running is None:
             line.close()
         else:
-            self._places[process.member] = place = Place(hello["node"], hello["host"], hello["pid"])
+            place = Place(hello["node"], hello["host"], hello["pid"], hello["meeting"])
+            self._places[process.member] = place
             self._attach(process, line)
             self._supervisor.heard(process.member, time.monotonic())
             process.tell({**self._whereabouts(), "model": self._model})
+            if process.member.role == "master":
+                self._write_cluster()
             at = {"node": place.node, "host": place.host, "pid": place.pid}
             self._record("placed", role=process.member.role, index=process.member.index, **at)
 
@@ -280,8 +286,13 @@ class RayEngine(SupervisedEngine):
         """Whether the run goes on without it."""
         return self.job.config.most_workers is not None and member.role == "worker"
 
-    def _start_again(self, process: Process, how: str) -> None:
-        super()._start_again(process, how)
+    def _end_processes(self, processes: Collection[Process]) -> None:
+        super()._end_processes(processes)
+        for process in processes:
+            self._places.pop(process.member, None)
+
+    def _start_again(self, process: Process, how: str, others: Sequence[Process]) -> None:
+        super()._start_again(process, how, others)
         if how == WITH_NODE:
             process.member.num_restarts -= 1  # which is no fault of its own
 
@@ -329,10 +340,17 @@ class RayEngine(SupervisedEngine):
             nodes=tuple("?" if place is None else place.node for place in places),
             from_afar=tuple("" if place is None else place.from_afar for place in places),
             key=self._key,
+            meeting=self._meeting(),
         )
         self._whole.write(self.folder)
         for process in self._processes.values():
             process.tell(self._whereabouts())
+
+    def _meeting(self) -> str:
+        """Where workers without servers meet, once the master has said it."""
+        is_served = self.job.config.chosen.kind.served
+        found = [place for member, place in self._places.items() if member.role == "master"]
+        return "" if is_served or not found else found[0].meeting
 
     def _whereabouts(self) -> dict[str, Any]:
         return {"cluster": self._whole.to_json(), "elapsed_s": self.clock()}

@@ -73,6 +73,7 @@ def status_of(
     """What a person is shown of a run all of whose roles tell how far they are; `progress` is given
     the names of roles."""
     workers = progress("master", "worker")
+    servers = progress("ps") or progress("master")  # who knows as much, where there are none
     scored = next((p for p in progress("evaluator", "master") if p.get("score")), {})
     scores = scored.get("scores", {})
     return Status(
@@ -80,8 +81,8 @@ def status_of(
         num_examples=sum(worker.get("examples", 0) for worker in workers),
         at_s=at_s,
         loss=mean(worker.get("loss") for worker in workers),
-        staleness=mean(server.get("staleness") for server in progress("ps")),
-        lr=next((server.get("lr") for server in progress("ps")), None),
+        staleness=mean(server.get("staleness") for server in servers),
+        lr=next((server.get("lr") for server in servers), None),
         metric_name=next(iter(scores), metric_name(job.recipe)),
         score=score_of(scored),
         scores=scores,

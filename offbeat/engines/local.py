@@ -81,7 +81,11 @@ class LocalEngine(SupervisedEngine):
         self._key = secrets.token_hex(6)
         self._sockets = _SocketFolder()
 
+    def _prepare(self) -> None:
+        self._forget_meetings()  # of an engine that was killed
+
     def _close(self) -> None:
+        self._forget_meetings()
         self._sockets.close()
         os.close(self._data)
 
@@ -136,7 +140,19 @@ class LocalEngine(SupervisedEngine):
             epochs=tuple(server.generation for server in servers),
             incarnations=self._supervisor.incarnations(),
             began_s=self._began_s,
+            meeting=self._meeting(),
         ).write(self.folder)
+
+    def _forget_meetings(self) -> None:
+        for path in self.folder.meetings():
+            path.unlink()
+
+    def _meeting(self) -> str:
+        """Where workers without servers meet: another place for each time that they are started."""
+        if self.job.config.chosen.kind.served:
+            return ""
+        master = self._supervisor.find("master")[0]
+        return f"file:{self.folder.meeting(master.generation)}"
 
     def _address(self, server: Member) -> str:
         return self._sockets.address(f"{self._key}-{server.index}-{server.generation}")

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -187,7 +187,8 @@ class SupervisedEngine(Engine):
         second gives up."""
         try:
             for key, _ in self._selector.select(REFRESH_S):
-                key.data()
+                if key.fileobj in self._selector.get_map():  # or it fell with one heard of just now
+                    key.data()
             self._look()
             if self._stop.is_set():
                 self._end_in_order()
@@ -225,17 +226,21 @@ class SupervisedEngine(Engine):
 
     def _end(self) -> None:
         """Nobody is left when this returns."""
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            if process.running:
-                process.running.end(has_left=False)
-            self._hang_up(process)
+        self._end_processes(self._processes.values())
         self._selector.close()
         self._close()
         self.folder.cluster.unlink(missing_ok=True)
         self.display.update(self.status())
         self.display.close()
+
+    def _end_processes(self, processes: Collection[Process]) -> None:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            if process.running:
+                process.running.end(has_left=False)
+                process.running = None
+            self._hang_up(process)
 
     # -- processes -----------------------------------------------------------------------------
 
@@ -279,8 +284,8 @@ class SupervisedEngine(Engine):
         member, supervisor = process.member, self._supervisor
         failed, committed = process.failure is not None, self.folder.state.exists()
         match supervisor.ended(member, how, has_failed=failed, is_over=committed):
-            case StartAgain(reason):
-                self._start_again(process, reason)
+            case StartAgain(reason, others):
+                self._start_again(process, reason, [self._processes[other] for other in others])
             case GiveUp(reason):
                 self._give_up(process, reason)
             case Blame():
@@ -320,19 +325,24 @@ class SupervisedEngine(Engine):
         if process.member.is_needed:
             self._end_in_order()
 
-    def _start_again(self, process: Process, how: str) -> None:
+    def _start_again(self, process: Process, how: str, others: Sequence[Process]) -> None:
+        """It, and those who fell with it, all of whom have to be gone before one is back."""
         member, most = process.member, self._supervisor.max_restarts
+        whom = "all workers" if others else "it"
         self._say(
-            f"{member.who} {how}: starting it again ({member.num_restarts} of {most})",
+            f"{member.who} {how}: starting {whom} again ({member.num_restarts} of {most})",
             *self._last_words(process),
         )
         crew = {"crew": member.ranks} if len(member.ranks) > 1 else {}
         self._record("restart", role=member.role, index=member.index, **crew, reason=how)
-        for key in ("steps", "examples"):
-            process.before[key] = process.total(key)
-        process.status = {}
+        self._end_processes(others)
+        for each in (process, *others):
+            for key in ("steps", "examples"):
+                each.before[key] = each.total(key)
+            each.status = {}
         self._write_cluster()
-        self._start(process)
+        for each in (process, *others):
+            self._start(each)
 
     def _record(self, phase: str, **more: Any) -> None:
         assert self._books is not None
@@ -374,8 +384,11 @@ class SupervisedEngine(Engine):
 
 
 def _members_of(job: Job, incarnation: int) -> list[Member]:
-    found = [Member("ps", index, incarnation) for index in range(job.config.servers)]
+    is_served = job.config.chosen.kind.served
+    num_servers = job.config.servers if is_served else 0
+    found = [Member("ps", index, incarnation) for index in range(num_servers)]
     for ranks in sorted({job.crew(rank) for rank in range(job.config.workers)}):
         role = "worker" if ranks[0] else "master"
-        found.append(Member(role, ranks[0], incarnation, ranks=ranks))
+        member = Member(role, ranks[0], incarnation, ranks=ranks, falls_with_others=not is_served)
+        found.append(member)
     return [*found, Member("evaluator", 0, incarnation)] if job.facts.has_test else found

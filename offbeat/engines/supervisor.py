@@ -32,6 +32,9 @@ class Member:
     heard_s: float = 0.0
     ranks: tuple[int, ...] = ()
     """The workers that are in its process: itself, or its crew."""
+    falls_with_others: bool = False
+    """It cannot go on without any other one of this kind: when one dies all of them are started
+    again."""
 
     @property
     def name(self) -> str:
@@ -54,9 +57,11 @@ class Member:
 
 @dataclass(frozen=True)
 class StartAgain:
-    """It died, and is to have a successor, of the generation that it has now."""
+    """It died, and is to have a successor, of the generation that it has now. So are `others`, who
+    cannot go on without it, and are to be killed, where they are still there."""
 
     reason: str
+    others: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,18 @@ class Supervisor:
             how = f"was silent for {self.silence_s:g} s"
         if member.num_restarts >= self.max_restarts:
             return GiveUp(how)
-        member.num_restarts += 1
-        member.generation += 1
-        return StartAgain(how)
+        others = self._fellows(member)
+        for each in (member, *others):
+            each.num_restarts += 1
+            each.generation += 1
+            each.is_there = False
+        return StartAgain(how, others)
+
+    def _fellows(self, member: Member) -> tuple[Member, ...]:
+        """Who falls when it does."""
+        if not member.falls_with_others:
+            return ()
+        return tuple(m for m in self.members if m.falls_with_others and m is not member)
 
     def stop(self, now_s: float, *, has_begun: bool) -> Ending:
         """The run is to be stopped. The master commits a checkpoint and lets the servers go, who

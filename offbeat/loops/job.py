@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from offbeat.config import TrainConfig
+from offbeat.errors import ConfigError
 from offbeat.flat import FlatModel, Manifest
 from offbeat.loops.description import Description
 from offbeat.optim import SGD, numbers_of
@@ -61,6 +62,11 @@ def make_loop_job(config: TrainConfig, description: Description | None) -> LoopJ
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """Nothing is scored but by the script, and a step is what the script makes of one."""
+    if not config.chosen.kind.served:
+        raise ConfigError(
+            f"{config.chosen.kind.name} is not for a loop of one's own: torch's "
+            f"DistributedDataParallel does the same there, started by torchrun"
+        )
     return dataclasses.replace(
         config,
         engine=_engine(config),

@@ -49,6 +49,7 @@ class Run:
     config: dict[str, Any]
     variant: str
     """The discipline and its options."""
+    num_servers: int
     setup: dict[str, str]
     metric: str
     """What it is judged by."""
@@ -103,6 +104,7 @@ def shortened(record: Record) -> Run:
         folder=record.folder,
         config=with_parameters(record.config),
         variant=record.variant,
+        num_servers=record.num_servers,
         setup=setup_of(record),
         metric=record.metric,
         directions=record.directions,

@@ -40,6 +40,11 @@ from offbeat.report.setup import describe_setups
 from offbeat.report.statistics import Sample, best_of
 from offbeat.report.summary import staleness_summary
 
+UNSERVED = (
+    "no servers, in whatever setting it is listed; the workers add up their gradients among "
+    "themselves, and each makes the same update, so that staleness is 0."
+)
+
 
 def describe_runs(runs: Sequence[Run], target: Target | None) -> Document:
     findings = sort_runs(runs, target)
@@ -79,6 +84,8 @@ def _lead(findings: Findings) -> str:
             f" Up to {most} of them went on side by side: what is said of time is not to be "
             f"compared, neither among them nor with others."
         )
+    if alone := sorted({run.variant for run in findings.runs if not run.num_servers}):
+        text += f" {', '.join(alone)}: {UNSERVED}"
     unfinished = [run for run in findings.runs if not run.finished]
     if unfinished:
         text += (
@@ -386,7 +393,7 @@ def _runs(findings: Findings) -> Section:
             run.folder,
             run.variant,
             str(run.config["workers"]),
-            str(run.config["servers"]),
+            str(run.num_servers),
             str(run.config["seed"]),
             f"{run.status}: {run.reason}" if run.reason else run.status,
             *(score(run.last_scores.get(name)) for name in metrics),

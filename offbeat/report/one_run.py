@@ -51,8 +51,8 @@ def describe_run(record: Record, reached: tuple[str, str] | None = None) -> Docu
 
 
 def in_words(record: Record) -> str:
-    workers, servers = record.config["workers"], record.config["servers"]
-    return f"{record.variant}, {counted(workers, 'worker')}, {counted(servers, 'server')}"
+    servers = counted(record.num_servers or "no", "server")
+    return f"{record.variant}, {counted(record.config['workers'], 'worker')}, {servers}"
 
 
 def counted(number: object, what: str) -> str:

@@ -165,6 +165,7 @@ class Record:
     """The discipline and its options."""
     in_rounds: bool
     """An update is a round of all workers' gradients."""
+    num_servers: int
     directions: dict[str, bool | None] = field(default_factory=dict)
     """Of each metric, whether more of it is better, as far as the run knows."""
     workers: dict[int, WorkerRecord] = field(default_factory=lambda: defaultdict(WorkerRecord))
@@ -414,15 +415,16 @@ def read_run(path: Path, name: str | None = None) -> Record:
     return record
 
 
-def _discipline_of(described: Mapping[str, Any]) -> tuple[str, bool]:
-    """What a report calls the discipline, and whether it works in rounds: as the run has it, or, of
-    an older one, as its options say."""
+def _discipline_of(described: Mapping[str, Any]) -> tuple[str, bool, int]:
+    """What a report calls the discipline, whether it works in rounds, and how many servers it has:
+    as the run has it, or, of an older one, as its options say."""
     facts, config = described.get("job") or {}, described["config"]
+    servers = int(config["servers"]) if facts.get("served", True) else 0
     if facts.get("variant"):
-        return str(facts["variant"]), bool(facts["in_rounds"])
+        return str(facts["variant"]), bool(facts["in_rounds"]), servers
     names = {"discipline", "workers", "reduce", *discipline_options()}
     made = make_config({k: v for k, v in config.items() if k in names and v is not None})
-    return made.variant, made.chosen.kind.in_rounds
+    return made.variant, made.chosen.kind.in_rounds, servers
 
 
 def find_runs(path: Path) -> Iterator[Path]:

@@ -35,7 +35,7 @@ def summarise(path: Path) -> dict[str, Any]:
         "discipline": config["discipline"],
         "staleness_bound": config["staleness"],
         "engine": record.resolved.get("engine", config["engine"]),
-        "num_servers": config["servers"],
+        "num_servers": record.num_servers,
         "num_workers": config["workers"],
         "seed": config["seed"],
         "lr": record.resolved.get("lr"),

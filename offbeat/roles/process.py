@@ -20,6 +20,7 @@ from offbeat.data.shared import open_shared
 from offbeat.recipes.base import RecipeFile, load_recipe
 from offbeat.roles.context import Context, FolderRecords
 from offbeat.roles.control import DATA_VARIABLE, Control
+from offbeat.roles.replica import PeerNetwork
 from offbeat.roles.run import run_role
 from offbeat.run.addresses import Cluster, ClusterNetwork, Home
 from offbeat.run.job import Facts, Job
@@ -98,7 +99,7 @@ def run_in_folder(
         stop=control.stop,
         say=control.say if role != "worker" else None,
         report=control.reports,
-        network=ClusterNetwork(home),
+        network=PeerNetwork(cluster.meeting) if cluster.meeting else ClusterNetwork(home),
         folder=folder,
         generation=_generation(cluster, role, index),
         listener=_listen(home, job, index, control) if role == "ps" else None,

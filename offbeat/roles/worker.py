@@ -7,10 +7,11 @@ A GPU is only told of a step, and while it computes the worker prepares the next
 down what became of the step before.
 
 What goes to the servers and comes from them, and what to do when one goes away, is the exchange's
-(roles/exchange.py). In the midst of training the worker goes on with its next step then; one that
-was through does again what a server does not have any more, which is why it stays until the run is
-over. Rank 0 is the master's worker, and does nothing else than the others here. Started by an
-engine, as `offbeat role worker --index 1 --run-dir RUN` or as a thread.
+(roles/exchange.py; where there are no servers, roles/peers.py). In the midst of training the worker
+goes on with its next step then; one that was through does again what a server does not have any
+more, which is why it stays until the run is over. Rank 0 is the master's worker, and does nothing
+else than the others here. Started by an engine, as `offbeat role worker --index 1 --run-dir RUN` or
+as a thread.
 """
 
 import functools
@@ -31,6 +32,7 @@ from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
 from offbeat.roles.faults import make_faults
+from offbeat.roles.peers import Peers
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.run.tensorboard import StepSummaries
@@ -102,7 +104,8 @@ class Worker:
         """Why it has left, as a server put it, or whoever stopped it."""
         self.stats = WorkerStats()
         self._unwritten: _Step | None = None
-        self._exchange = Exchange(
+        kind = Exchange if job.config.chosen.kind.served else Peers
+        self._exchange: Exchange | Peers = kind(
             job,
             rank,
             towers,
@@ -130,7 +133,7 @@ class Worker:
 
     @property
     def has_joined(self) -> bool:
-        """Whether every server has taken this worker in."""
+        """Whether every server has taken this worker in, or it has met the others."""
         return self._exchange.has_joined
 
     def run(self) -> None:

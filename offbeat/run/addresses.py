@@ -1,4 +1,5 @@
 """Where the servers of a run are: written by the engine, read by every role.
+Where there are none, where the workers meet.
 
 On one machine it is RUN/cluster.json; on several ones each process is told by its engine. It is
 looked at anew for every connection, so that a server that was started again is found at its new
@@ -37,6 +38,8 @@ class Cluster:
     key: str = ""
     """Of this run of its engine, on several machines: whoever finds it in a folder sees the run's
     own."""
+    meeting: str = ""
+    """Where workers meet that have no servers (transport/group.py); empty: they have some."""
 
     def clock(self) -> float:
         """Seconds since the run began."""

@@ -20,10 +20,11 @@ Devices = Sequence[Sequence[torch.device]]
 
 def choose_engine(config: TrainConfig, devices: Devices) -> tuple[str, list[list[int]]]:
     """The engine, and the crews of several. Threads on one GPU share the data and the servers'
-    parameters there; what is killed on purpose is a worker's own process."""
+    parameters there; what is killed on purpose is a worker's own process, and so is what adds up
+    gradients without servers."""
     if config.engine != AUTO:
         return config.engine, []
-    if config.kills:
+    if config.kills or not config.chosen.kind.served:
         return "local", []
     if shared_gpu(devices) is not None:
         return "inproc", []

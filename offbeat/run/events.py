@@ -7,7 +7,7 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     push   by a server: shard, outcome (applied, dropped, rejected, duplicate), version, worker,
            incarnation, sequence, batch, base_version, staleness, mixed, received_s, applied_s,
            replied_s, lr (the learning rate, where no parameter group says otherwise), and norm
-           where the server clips (below)
+           where the server clips (below); where there are no servers by each worker, of its own
     step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
            exchange_s, and with --clip-norm the gradient's norm before it was clipped
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where

@@ -92,6 +92,8 @@ class Facts:
     """The recipe has no metric, and is judged by its loss on the test data."""
     in_rounds: bool = False
     """An update is a round of all workers' gradients."""
+    served: bool = True
+    """There are servers."""
     variant: str = ""
     """The discipline and its options, as a report names them."""
     elastic: bool = False

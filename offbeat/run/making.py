@@ -85,6 +85,10 @@ def make_job(
     _check_values(module)
     _check_groups(optimizer, manifest)
     check_servers(config, manifest)
+    if manifest.is_sparse and not config.chosen.kind.served:
+        raise ConfigError(
+            f"{config.chosen.kind.name} adds up whole gradients, not rows: train with sparse=False"
+        )
     if checkpoint is not None:
         checkpoint.check_model(manifest)
     initial = _find_initial(config, module, manifest, kept_initial)
@@ -104,6 +108,7 @@ def make_job(
         total_updates=None,
         by_loss=by_loss,
         in_rounds=config.chosen.kind.in_rounds,
+        served=config.chosen.kind.served,
         variant=config.variant,
         elastic=elastic
         and (is_counted or config.steps is not None)

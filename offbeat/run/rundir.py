@@ -25,6 +25,8 @@ from offbeat.config import TrainConfig, make_config
 from offbeat.errors import RoleError, RunDirError
 from offbeat.version import __version__
 
+MEETING = "meeting"
+
 
 class RunFolder:
     """The paths in a run's folder."""
@@ -61,6 +63,13 @@ class RunFolder:
             json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )
         temporary.replace(path)
+
+    def meeting(self, generation: int) -> Path:
+        """Where workers that have no servers find each other."""
+        return self.path.absolute() / f"{MEETING}-{generation}"
+
+    def meetings(self) -> list[Path]:
+        return sorted(self.path.glob(f"{MEETING}-*"))
 
     def read_json(self, path: Path) -> Any:
         try:

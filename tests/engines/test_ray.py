@@ -266,3 +266,13 @@ def test_a_comparison_runs_cells_side_by_side_and_says_so(tmp_path: Path, nodes:
     assert "up to 2 runs side by side: times are not comparable then" in done.stdout
     report = (tmp_path / "out" / "report.md").read_text()
     assert "Up to 2 of them went on side by side" in report
+
+
+def test_workers_without_servers_meet_across_nodes(tmp_path: Path, nodes: RayNodes) -> None:
+    kill = ("--kill-worker", "1@30", "--checkpoint-every", "10", "--slow-worker", "0:20x")
+    run = RayRun(tmp_path, nodes, "--discipline", "allreduce", "--steps", "60", *kill)
+    assert run.wait() == 0, run.text()
+    assert "starting all workers again (1 of 3)" in run.text()
+    placed = run.placed()
+    assert placed["worker-1"]["node"] != placed["master-0"]["node"]
+    assert run.summary()["status"] == "finished" and "ps-0" not in placed

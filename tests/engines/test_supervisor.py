@@ -58,6 +58,21 @@ def test_who_dies_is_started_again_as_somebody_new_until_it_is_enough(name: str)
     assert {m.generation for m in others} == {5} and {m.num_restarts for m in others} == {0}
 
 
+def test_those_who_cannot_go_on_alone_fall_together() -> None:
+    supervisor, by_name = a_run(max_restarts=1)
+    master, worker = by_name["master"], by_name["worker-1"]
+    master.falls_with_others = worker.falls_with_others = True
+    decision = supervisor.ended(worker, "was killed by SIGKILL")
+    assert decision == StartAgain("was killed by SIGKILL", (master,))
+    for member in (master, worker):
+        assert (member.num_restarts, member.generation, member.is_there) == (1, 6, False)
+        supervisor.started(member, 1.0)
+    assert {by_name[name].generation for name in ("ps-0", "ps-1", "evaluator")} == {5}
+    assert supervisor.ended(by_name["ps-0"], "ended with 3") == StartAgain("ended with 3")
+    assert supervisor.ended(master, "ended with 3") == GiveUp("ended with 3"), "whoever it was"
+    assert worker.generation == 6
+
+
 def test_who_leaves_in_order_or_when_all_is_over_has_no_successor() -> None:
     supervisor, by_name = a_run()
     assert supervisor.ended(by_name["worker-1"], None) == Leave()
