@@ -242,7 +242,7 @@ def test_a_node_that_does_not_see_the_folder_tells_what_it_would_write(
 def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes) -> None:
     doomed = next(node for node in nodes.nodes if node != nodes.head())
     nodes.kill(doomed)  # what is left has room for a server and three workers
-    slowly = ("--slow-worker", "0:20x,1:20x", "--steps", "1000")
+    slowly = ("--slow-worker", "0:20x,1:20x,2:20x", "--steps", "1000")
     run = RayRun(tmp_path, nodes, "--workers", "2..4", *slowly)
     run.wait_until_placed("worker-2")
     assert "worker-3" not in run.placed()
