@@ -16,8 +16,8 @@ from torch import nn
 
 import offbeat
 from offbeat import towers
+from offbeat.bench.contenders.ceiling import NoNetwork
 from offbeat.bench.processes import silent_log
-from offbeat.bench.train import _NoNetwork
 from offbeat.engines import inproc
 from offbeat.errors import ConfigError, NonFiniteLossError, RoleError
 from offbeat.reading import Reading
@@ -204,7 +204,7 @@ def test_while_somebody_is_ahead_of_a_device_a_push_is_no_preparation(
         job,
         0,
         job.make_towers(0, job.make_model()),
-        _NoNetwork(),
+        NoNetwork(),
         events=events,
         log=silent_log(),
         clock=lambda: float(next(now)),

@@ -6,6 +6,10 @@ same machine may be twice as fast an hour later:
     exchange   gradient up, update, parameters back, beside two plain copies of the same size
     train      each discipline, beside the ceiling (the same workers, who exchange with nobody) and
                beside torch's DistributedDataParallel on gloo
+    peers      each discipline, beside DDP, Hogwild, torch's RPC and Ray's actors
+    launch     a script's own loop, beside the same as a recipe
+    engines    roles that Ray starts, beside those that the command starts
+    gpu        workers that share a GPU, beside bare loops
     norm       a step with the fast local response normalisation, beside one with torch's
     network    payloads there and back, over this transport and others
     report     a report about many runs, beside parsing their events

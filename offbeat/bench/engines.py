@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.bench.processes import TIMEOUT_S
+from offbeat.bench.rig import CALIBRATION_STEPS, Rig, options_for, rate
 from offbeat.bench.tables import Row, short
-from offbeat.bench.train import CALIBRATION_STEPS, Rig, rate
 from offbeat.cluster.rays import LOCAL, joined
 from offbeat.config import make_config
 from offbeat.engines.actors import asks_of
@@ -26,8 +26,7 @@ def engines(
     *, recipe: str, disciplines: Sequence[str], seconds: float, rounds: int, **options: Any
 ) -> list[Row]:
     """Gradients per second under both engines, in rounds; `options` are train's."""
-    options |= {"recipe": f"offbeat.bench.recipes:{recipe.replace('-', '_')}", "threads": 1}
-    options |= {"eval_every": 0, "max_restarts": 0, "quiet": True, "device": "cpu"}
+    options = options_for(recipe, options)
     cases = [(discipline, engine) for discipline in disciplines for engine in ENGINES]
     rates: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     with contextlib.ExitStack() as stack:
@@ -40,11 +39,12 @@ def engines(
             more = {**options, "engine": engine}
             rig = Rig(place, more, forks, timeout_s=TIMEOUT_S + 10 * seconds)
             rigs[engine] = stack.enter_context(contextlib.closing(rig))
-        steps = {}
-        for discipline, engine in cases:
-            times = rigs[engine].run(discipline, CALIBRATION_STEPS[recipe])
-            slowest = min((len(t) - 1) / (t[-1] - t[0]) for t in times)
-            steps[discipline, engine] = max(10, round(slowest * seconds))
+        steps = {
+            (discipline, engine): rigs[engine].steps_for(
+                discipline, seconds, CALIBRATION_STEPS[recipe]
+            )
+            for discipline, engine in cases
+        }
         for number in range(1, 1 + rounds):
             for discipline, engine in cases:
                 found = rates[discipline, engine]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from offbeat.api import train_config
+from offbeat.bench.rig import rate, step_times, window
 from offbeat.bench.tables import Row, short
-from offbeat.bench.train import rate, step_times, window
 from offbeat.capture import Recorder, make_recorder
 from offbeat.config import make_config
 from offbeat.data.batches import Source

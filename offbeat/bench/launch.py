@@ -12,8 +12,8 @@ from typing import Any
 
 from offbeat.api import train_config
 from offbeat.bench import own_loop
+from offbeat.bench.rig import CALIBRATION_STEPS, rate, step_times
 from offbeat.bench.tables import Row, short
-from offbeat.bench.train import CALIBRATION_STEPS, rate, step_times
 from offbeat.config import make_config
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.launching import launch

@@ -54,3 +54,18 @@ convnet = Recipe(
     optimizer=SGD(lr=0.01),
     batch_size=128,
 )
+
+
+def _make_wide() -> nn.Module:
+    """25,071,430 parameters, 100 MB, and little to compute with so few examples."""
+    layers = [nn.Linear(784, 5_000), nn.ReLU(), nn.Linear(5_000, 4_220), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(4_220, 10))
+
+
+wide = Recipe(
+    model=_make_wide,
+    data=lambda config: (noise(4_096, 784), None),
+    loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    optimizer=SGD(lr=0.01),
+    batch_size=16,
+)

@@ -513,8 +513,9 @@ def _bench(known: argparse.Namespace) -> int:
     given = {k: v for k, v in vars(known).items() if k not in ("command", "benchmark", "json")}
     for discipline in given.get("disciplines", ()):
         make_config({"discipline": discipline})  # what is wrong with it shows before torch loads
-    if known.json is not None and not Path(known.json).absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {known.json}: there is no such folder")
+    for file in (known.json, given.get("plot")):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {file}: there is no such folder")
     with signals_as_ctrl_c():
         from offbeat.bench import (
             engines,
@@ -523,6 +524,7 @@ def _bench(known: argparse.Namespace) -> int:
             launch,
             network,
             norm,
+            peers,
             report,
             start,
             tables,
@@ -537,6 +539,7 @@ def _bench(known: argparse.Namespace) -> int:
             "start": start.start,
             "gpu": gpu.gpu,
             "launch": launch.bench_launch,
+            "peers": peers.peers,
         }
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}

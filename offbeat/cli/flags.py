@@ -19,6 +19,8 @@ from offbeat.version import __version__
 TRANSPORTS = ("unix", "tcp", "inproc")
 WAYS = ("tcp", "gloo", "pyzmq", "tls")
 BENCH_RECIPES = ("mnist-sigmoid", "convnet")
+PEER_RECIPES = ("mnist-sigmoid", "alexnet", "wide")
+PEERS = ("ddp", "hogwild", "rpc", "rpc-async", "ray", "ray-async")
 
 Parsers = Mapping[str, argparse.ArgumentParser]
 
@@ -354,6 +356,10 @@ def _add_bench_exchange(parser: argparse.ArgumentParser) -> None:
 def _add_bench_job(parser: argparse.ArgumentParser) -> None:
     known = f"{' or '.join(BENCH_RECIPES)} (default: {BENCH_RECIPES[0]})"
     parser.add_argument("--recipe", choices=BENCH_RECIPES, default=BENCH_RECIPES[0], help=known)
+    _add_counts(parser)
+
+
+def _add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", metavar="N", type=_count, default=2, help="default: 2")
     parser.add_argument("--servers", metavar="N", type=_count, default=1, help="default: 1")
 
@@ -364,6 +370,16 @@ def _add_bench_train(parser: argparse.ArgumentParser) -> None:
     seconds = "how long each one trains in a round (default: 6)"
     parser.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
     _add_list(parser, "disciplines", str, grid.DISCIPLINES)
+
+
+def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "recipes", _one_of(PEER_RECIPES), PEER_RECIPES)
+    _add_counts(parser)
+    seconds = "how long each one trains in a round (default: 4)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=4.0, help=seconds)
+    _add_list(parser, "disciplines", str, (*grid.DISCIPLINES, "allreduce"))
+    _add_list(parser, "others", _one_of(PEERS), PEERS)
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw it, too")
 
 
 def _add_bench_launch(parser: argparse.ArgumentParser) -> None:
@@ -425,6 +441,12 @@ BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], N
         "Gradients per second of each discipline, on made-up data.",
         3,
         _add_bench_train,
+    ),
+    "peers": (
+        "gradients per second, beside DDP, Hogwild, torch's RPC and Ray's actors",
+        "Gradients per second of every discipline and of what else there is, on made-up data.",
+        5,
+        _add_bench_peers,
     ),
     "launch": (
         "gradients per second of a script of one's own, beside the same as a recipe",

@@ -1,15 +1,18 @@
 """The benchmarks run, and their figures are what they say. How fast anything is, no test asks."""
 
 import json
+import re
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from recording import Pretender
 
-from offbeat.bench import exchange, gpu, network, recipes, train
+from offbeat.bench import bars, contenders, exchange, gpu, network, recipes, rig
 from offbeat.cli import main
+from offbeat.cli.flags import BENCH_RECIPES, PEER_RECIPES, PEERS
 from offbeat.config import make_config
 from offbeat.errors import RunError
 from offbeat.recipes.base import load_recipe
@@ -46,7 +49,7 @@ def test_an_update_that_was_lost_on_the_way_is_noticed() -> None:
 def test_training_is_compared_with_the_ceiling_and_ddp(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(train.CALIBRATION_STEPS, "mnist-sigmoid", 30)
+    monkeypatch.setitem(rig.CALIBRATION_STEPS, "mnist-sigmoid", 30)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     # torch keeps a cache of its own where temporary files are, and may make it at any time
@@ -67,7 +70,7 @@ def test_training_is_compared_with_the_ceiling_and_ddp(
 def test_a_loop_of_ones_own_is_timed_beside_a_recipe(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(train.CALIBRATION_STEPS, "mnist-sigmoid", 50)
+    monkeypatch.setitem(rig.CALIBRATION_STEPS, "mnist-sigmoid", 50)
     arguments = ["--disciplines", "lock-free", "--rounds", "1", "--seconds", "0.5"]
     assert main(["bench", "launch", *arguments]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -79,12 +82,49 @@ def test_a_loop_of_ones_own_is_timed_beside_a_recipe(
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.slow
+def test_disciplines_are_timed_beside_what_else_there_is(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(rig.CALIBRATION_STEPS, "mnist-sigmoid", 100)
+    plot, others = tmp_path / "peers.svg", "ddp,hogwild,rpc,rpc-async"
+    arguments = ["--disciplines", "allreduce", "--others", others, "--plot", str(plot)]
+    arguments += ["--recipes", "mnist-sigmoid", "--rounds", "1", "--seconds", "2"]
+    assert main(["bench", "peers", *arguments]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    names = [line.split()[1] for line in lines[2:-1]]
+    assert names == ["ceiling", "allreduce", *others.split(",")]
+    assert max(map(len, lines)) <= 80
+    root = ElementTree.fromstring(plot.read_text())
+    shown = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"allreduce", *others.split(",")} < shown
+
+
+def test_all_that_there_is_to_be_beside_has_a_flag() -> None:
+    assert {contenders.CEILING, *PEERS} == set(contenders.CONTENDERS)
+    assert set(PEER_RECIPES) | set(BENCH_RECIPES) == set(rig.CALIBRATION_STEPS)
+
+
+def test_bars_are_as_long_as_medians_and_whiskers_reach_from_least_to_greatest() -> None:
+    panel = bars.Bars("a < b", {"one": [0.5, 2.0, 1.0], "two": [0.25]})
+    root = ElementTree.fromstring(bars.draw([panel, panel]))
+    first, _ = root.findall("{*}g")
+    one, two = (float(rect.attrib["width"]) for rect in first.findall("{*}rect"))
+    assert (one / two, first.findtext("{*}text")) == (pytest.approx(4, rel=0.01), "a < b")
+    line, whisker, _ = (path.attrib["d"] for path in first.findall("{*}path"))
+    low, high = (float(x) - bars.LEFT for x in re.findall(r"[MH]([\d.]+)", whisker))
+    at_one = float(line[1:].split()[0]) - bars.LEFT
+    assert (low, high, at_one) == pytest.approx((one / 2, 2 * one, one), abs=0.2)
+
+
 def test_a_rate_is_that_of_the_time_in_which_all_workers_were_at_work() -> None:
     early = [0.1 * step for step in range(1, 101)]  # 10 a second, until 10.0
     late = [5.0 + 0.5 * step for step in range(1, 21)]  # 2 a second; warm at 6.5
-    assert train.rate([early, late]) == pytest.approx(12, rel=0.05)
+    assert rig.rate([early, late]) == pytest.approx(12, rel=0.05)
     with pytest.raises(RunError, match="give more --seconds"):
-        train.rate([early, [11.0, 12.0]])
+        rig.rate([early, [11.0, 12.0]])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +146,9 @@ def test_what_is_wrong_with_the_flags_is_said_in_a_line(
     assert message in line
 
 
-@pytest.mark.parametrize(("recipe", "size"), [("mnist_sigmoid", 79_510), ("convnet", 1_070_186)])
+@pytest.mark.parametrize(
+    ("recipe", "size"), [("mnist_sigmoid", 79_510), ("convnet", 1_070_186), ("wide", 25_071_430)]
+)
 def test_the_models_are_as_large_as_they_should_be(recipe: str, size: int) -> None:
     model = getattr(recipes, recipe).model()
     assert sum(parameter.numel() for parameter in model.parameters()) == size

@@ -28,7 +28,7 @@ PACKAGE = Path(offbeat.__file__).parent
 ROLES = {"Server", "Worker", "Master", "Evaluator"}
 BESIDE = {
     "bench/exchange.py": "a server without a run",
-    "bench/train.py": "a worker without a run",
+    "bench/contenders/ceiling.py": "a worker without a run",
     "api.py": "evaluate: it looks at a run, and is none of its roles",
 }
 
