@@ -135,13 +135,35 @@ def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(tmp_path: Path, nodes:
     assert on.summary()["kept"][0]["applied"] == 400
 
 
-def test_the_death_of_the_command_ends_the_run(tmp_path: Path, nodes: RayNodes) -> None:
-    run = RayRun(tmp_path, nodes, "--steps", "100000", *SLOWLY)
-    run.wait_for_steps(30)
+def test_the_death_of_the_command_ends_the_run_and_resume_goes_on(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    run = RayRun(tmp_path, nodes, "--steps", "150", *SLOWLY)
+    run.wait_for_steps(60)
     pids = run.pids()
     run.process.kill()
     run.wait()
     wait_for(lambda: not set(pids) & set(actors()), "all actors are gone", 15)
+    on = RayRun(tmp_path, nodes, "--resume", str(run.run_dir))
+    assert on.wait() == 0, on.text()
+    assert on.summary()["status"] == "finished"
+    assert on.summary()["kept"][0]["applied"] == 300
+
+
+def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
+    """Nodes that are larger than those where the command is, so that it is on one of these."""
+    large = [nodes.add(CPUS_EACH + 1) for _ in range(2)]
+    each = ("--cpus-per-worker", str(CPUS_EACH + 1))
+    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "400", *each, *SLOWLY)
+    run.wait_for_steps(40, 0)
+    there = run.placed()["master-0"]["node"]
+    assert there in large
+    nodes.kill(there)
+    assert run.wait() == 0, run.text()
+    assert "the master died with its node: starting it again" in run.text()
+    assert run.placed()["master-0"]["node"] in large
+    assert run.summary()["status"] == "finished"
+    assert run.summary()["kept"][0]["applied"] == 400
 
 
 PROGRAM = """

@@ -1,7 +1,7 @@
 """Ray clusters of several nodes, all of them this machine, and runs on them.
 
 `python rays.py` is a process of its own that has the cluster, so that nothing of it is in the
-tests: it writes the address and the nodes as a line of JSON, and obeys lines: add, kill NODE.
+tests: it writes the address and the nodes as a line of JSON, and obeys lines: add CPUS, kill NODE.
 """
 
 import contextlib
@@ -37,17 +37,25 @@ class RayNodes:
         )
         self.address = ""
         self.nodes: dict[str, int] = {}
+        self._odd: set[str] = set()
         self._read()
 
-    def add(self) -> None:
-        self._say("add")
+    def add(self, num_cpus: int = CPUS_EACH) -> str:
+        """One more node; those of another size are there until `heal`."""
+        before = set(self.nodes)
+        self._say(f"add {num_cpus}")
+        (added,) = set(self.nodes) - before
+        self._odd |= {added} if num_cpus != CPUS_EACH else set()
+        return added
 
     def kill(self, node: str) -> None:
         """The node's raylet, by SIGKILL: its actors die with it."""
         self._say(f"kill {node}")
 
     def heal(self) -> None:
-        """Have as many nodes as in the beginning."""
+        """Have the same nodes as in the beginning, or such as these."""
+        for node in self._odd & set(self.nodes):
+            self.kill(node)
         while len(self.nodes) < NUM_NODES:
             self.add()
 
@@ -135,8 +143,8 @@ def _serve() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_EACH, **quiet})
     nodes = {cluster.head_node.node_id: cluster.head_node}
 
-    def add() -> None:
-        node = cluster.add_node(num_cpus=CPUS_EACH, object_store_memory=100 << 20)
+    def add(num_cpus: int) -> None:
+        node = cluster.add_node(num_cpus=num_cpus, object_store_memory=100 << 20)
         nodes[node.node_id] = node
 
     def tell() -> None:
@@ -145,7 +153,7 @@ def _serve() -> None:
 
     sys.stdout, stdout = sys.stderr, sys.stdout
     for _ in range(NUM_NODES - 1):
-        add()
+        add(CPUS_EACH)
     cluster.wait_for_nodes()
     sys.stdout = stdout
     tell()
@@ -153,7 +161,7 @@ def _serve() -> None:
         sys.stdout = sys.stderr
         verb, _, name = line.strip().partition(" ")
         if verb == "add":
-            add()
+            add(int(name))
         elif verb == "count":
             wait_for(functools.partial(_has, cluster, int(name)), "it came")
         else:
