@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import RECIPE_FILE, SUPPORT
+from processes import RECIPE_FILE
 
 import offbeat
 from offbeat.config import DISCIPLINES
@@ -61,7 +61,7 @@ class Host:
         for process in self.processes + self.helpers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(20)
+            process.communicate(timeout=20)
         with contextlib.suppress(subprocess.CalledProcessError):
             ip("netns", "del", self._space)
 
@@ -84,7 +84,7 @@ class Host:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self._space, sys.executable, *arguments],
                 cwd=self.folder,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # a link ends with it
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **environment},
@@ -280,7 +280,8 @@ def test_100_ms_of_latency(net: Net) -> None:
     net.serve_port = PORT + 1
     for name in ("ps-0", "ps-1"):
         host = net.hosts[name]
-        host.start(str(SUPPORT / "delay.py"), host.address, str(PORT), str(PORT + 1), "0.05")
+        there = f"{host.address}:{PORT + 1}"
+        host.start("-m", "offbeat.bench.link", there, "--at", str(PORT), "--delay-ms", "50")
         host.helpers.append(host.processes.pop())
     net.start("--discipline", "apply-reply", "--epochs", "10")
     summary = net.wait()
