@@ -49,7 +49,7 @@ OPTIMIZERS = (
     *("RAdam", "Rprop", "Adafactor", "Muon", "SparseAdam"),
 )
 """In small letters with a learning rate of Offbeat's, else as torch has it."""
-REFUSED_LATER = {"optimizer": ("LBFGS",)}
+REFUSED_LATER = {"optimizer": ("LBFGS",), "outer_optimizer": ("LBFGS",)}
 """No choices, but left to those who can say why not (optim.py)."""
 ELEMENTS, TENSORS = "elements", "tensors"
 PARTITIONS = (AUTO, ELEMENTS, TENSORS)
@@ -64,7 +64,7 @@ LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 FAULT_OPTIONS = ("slow_worker", "kill_worker")
 """Options that make a worker worse than it is."""
-PLUGINS = ("optimizer", "reduce")
+PLUGINS = ("optimizer", "outer_optimizer", "reduce")
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
 LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "reduce", "backup_workers", "round_timeout"),
@@ -198,6 +198,19 @@ class TrainConfig:
         1,
         whole,
         "batches per gradient: their mean is what is pushed, as of one so many times as large",
+    )
+    local_steps: int | None = _option(
+        None,
+        whole,
+        "so many steps each worker takes by itself, with the recipe's optimizer and schedule; then "
+        "it pushes by how much its parameters moved, to which the servers apply --outer-optimizer",
+    )
+    outer_optimizer: str | None = _option(
+        None,
+        text,
+        "of the servers, with --local-steps, given as --optimizer is (default: nesterov:lr=0.7 in "
+        "rounds, as DiLoCo has it, else SGD:lr=1, which is plain averaging in rounds)",
+        choices=OPTIMIZERS,
     )
     optimizer: str | None = _option(
         None,
@@ -417,6 +430,11 @@ class TrainConfig:
         return self.chosen.label + rule
 
     @property
+    def batches_per_step(self) -> int:
+        """How many a worker goes through from one exchange to the next."""
+        return self.accumulate * (self.local_steps or 1)
+
+    @property
     def merges(self) -> bool:
         """Whether an update may be made out of several gradients."""
         return self.chosen.kind.merges and self.workers > 1
@@ -492,6 +510,11 @@ class TrainConfig:
                 f"all of them see"
             )
         _check_unserved(config)
+        if config.outer_optimizer is not None and config.local_steps is None:
+            raise ConfigError(
+                "outer_optimizer is the servers', where workers have one of their own: give "
+                "--local-steps H too, or say --optimizer"
+            )
         if config.init is not None:  # it is read by whoever is told of it, from any folder
             config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
         for tracker in config.track:
@@ -511,6 +534,7 @@ _LEAST = {
     "steps": 1,
     "batch_size": 1,
     "accumulate": 1,
+    "local_steps": 1,
     "loader_workers": 0,
     "seed": 0,
     "threads": 1,
@@ -743,9 +767,10 @@ def _resolve_discipline(config: TrainConfig) -> TrainConfig:
         "discipline": ":".join([_from_anywhere(source, config), *rest]),
         "reduce": _from_anywhere(config.reduce, config),
     }
-    if config.optimizer is not None:
-        source, parts = parse(config.optimizer, {})
-        fields["optimizer"] = ":".join([_from_anywhere(source, config), *parts])
+    for name in ("optimizer", "outer_optimizer"):
+        if (named := getattr(config, name)) is not None:
+            source, parts = parse(named, {})
+            fields[name] = ":".join([_from_anywhere(source, config), *parts])
     config = dataclasses.replace(config, **fields)
     if complaint := kind.complaint(config.workers, config.chosen.values):
         raise ConfigError(complaint)

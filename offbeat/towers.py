@@ -86,18 +86,20 @@ class Towers:
         slot_device: torch.device = CPU,
         clip: Clip | None = None,
         accumulates: bool = False,
+        apart: bool = False,
     ) -> None:
         """`slot_device`: where slots lie. `staging`: None: the one for these devices.
         `make_recorder`: what captures the steps of the tower on a device, if anything; `tell` says
         where that cannot be. `compiled`: what has losses compiled, if anything. `clip`: what makes
-        too large a gradient smaller, if anything. `accumulates`: steps are of several batches."""
+        too large a gradient smaller, if anything. `accumulates`: steps are of several batches.
+        `apart`: parameters are to have memory of their own, wherever they arrive."""
         self.models = list(models)
         self.devices = list(devices)
         self.model = self.models[0]
         """The first tower's, for whoever wants to look at one."""
         self._gpus = [d for d in dict.fromkeys(self.devices) if d.type == "cuda"]
         self._amp = amp
-        self._is_plain = self.devices == [slot_device]
+        self._is_plain = self.devices == [slot_device] and not apart
         """Parameters arrive in the model's own."""
         self._clip = clip
         self._accumulation = Accumulation()
@@ -191,6 +193,9 @@ class Towers:
                 generator.set_state(state)
 
         return rewind
+
+    def begin(self, version: int) -> None:
+        """A step begins, with the parameters of this version of the first shard."""
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -338,12 +343,15 @@ class Towers:
             return self.model.take_gradient(slices)
         present, total = self._take_whole(self._reading, count)
         if slices[0].data_ptr() != total.data_ptr():  # which was lent to the slots
-            lo = 0
-            for piece in slices:
-                self._staging.download(total[lo : lo + piece.numel()], piece)
-                lo += piece.numel()
+            self._download(total, slices)
         self._reading.sent()
         return present
+
+    def _download(self, total: Tensor, slices: Sequence[Tensor]) -> None:
+        lo = 0
+        for piece in slices:
+            self._staging.download(total[lo : lo + piece.numel()], piece)
+            lo += piece.numel()
 
     def take_rows(
         self, slots: Sequence[Slot], rows: Sequence[Rows | None], count: int = 1

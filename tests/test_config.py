@@ -25,6 +25,8 @@ def test_the_flags_are_frozen() -> None:
         "steps",
         "batch_size",
         "accumulate",
+        "local_steps",
+        "outer_optimizer",
         "optimizer",
         "lr",
         "lr_scale",

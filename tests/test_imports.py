@@ -21,7 +21,7 @@ LAYERS = [
     ["loops"],
     ["roles", "report"],
     ["run"],
-    ["capture", "compiling", "data", "recipes", "towers", "transport"],
+    ["capture", "compiling", "data", "local_steps", "recipes", "towers", "transport"],
     [
         *("accumulation", "aliases", "clipping", "decline", "flat", "layers", "memory", "optim"),
         *("probing", "randomness", "reading", "rows", "rules", "schedules", "shard", "streams"),

@@ -258,7 +258,9 @@ class Worker:
     def _check_loss(self, loss: float, batch: Batch) -> None:
         if not math.isfinite(loss):
             batches: Iterable[Batch] | None = [batch]
-            if self.towers.is_told or self.job.config.accumulate > 1:  # it is not the only one, or
+            if (
+                self.towers.is_told or self.job.config.batches_per_step > 1
+            ):  # it is not the only one, or
                 batches = self._made_again()  # the next one may have been put into its place
             raise NonFiniteLossError(
                 f"the loss became {loss} in worker {self.rank} at step {self.step}; "
@@ -307,6 +309,7 @@ class Worker:
         if moved:
             self.log.warning("put back into place: %s", ", ".join(moved))
         self.towers.read_buffers(*self._exchange.buffers)
+        self.towers.begin(self._exchange.versions[0])
 
     def _log_step(self, say: Callable[[str], None], step: _Step) -> None:
         if self.stats.num_steps == 1:

@@ -17,6 +17,7 @@ from torch import Tensor
 from offbeat.config import AUTO
 from offbeat.errors import DeviceMemoryError
 from offbeat.flat import FlatModel, Manifest
+from offbeat.optim import Optimizer
 from offbeat.run.job import Job
 
 NUM_SLOTS = 2
@@ -97,7 +98,7 @@ def parts_of(
         updaters = 1 if job.config.chosen.kind.locked else sessions
         parts |= {
             "the servers' parameters": vector,
-            "their optimizer state": _state_bytes(job),
+            "their optimizer state": _state_bytes(job.optimizer, job.manifest),
             "their moving average": vector if job.recipe.ema is not None else 0,
             "their slots": 0 if job.lends_gradients else vector * NUM_SLOTS * sessions,
             "updates in the making": vector * updaters,
@@ -110,9 +111,12 @@ def parts_of(
         f"{replicas} {gradients}": replicas * vector,
         "training data": 0 if job.train is None else job.train.bytes_on(device),
     }
+    first = [rank for rank in ranks if job.devices(rank)[0] == device]
     if job.config.accumulate > 1:
-        first = [rank for rank in ranks if job.devices(rank)[0] == device]
         parts["gradients of several batches"] = len(first) * vector
+    if job.inner is not None:
+        of_worker = 3 * vector + _state_bytes(job.inner, job.manifest)
+        parts["workers' own optimizer state"] = len(first) * of_worker
     return parts
 
 
@@ -136,12 +140,10 @@ def in_units(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def _state_bytes(job: Job) -> int:
+def _state_bytes(optimizer: Optimizer, manifest: Manifest) -> int:
     """What the optimizer keeps for each element."""
-    kept = [*job.optimizer.state_per_element(), 0]  # of those in NO_GROUP, the last, nothing
-    elements = sum(
-        spec.numel * kept[job.optimizer.group_of(spec.name)] for spec in job.manifest.tensors
-    )
+    kept = [*optimizer.state_per_element(), 0]  # of those in NO_GROUP, the last, nothing
+    elements = sum(spec.numel * kept[optimizer.group_of(spec.name)] for spec in manifest.tensors)
     return _num_bytes(elements, torch.float32)
 
 

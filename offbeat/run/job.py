@@ -37,6 +37,7 @@ from offbeat.data.batches import (
     to_device,
 )
 from offbeat.data.sources import make_source
+from offbeat.decline import Plateau
 from offbeat.disciplines import BUILT_IN, Discipline
 from offbeat.errors import (
     ConfigError,
@@ -46,9 +47,11 @@ from offbeat.errors import (
     in_a_line,
 )
 from offbeat.flat import PROTOCOL, FlatModel, Manifest
-from offbeat.optim import Length, Optimizer, Schedule, schedule_name
+from offbeat.local_steps import Inner, LocalTowers
+from offbeat.optim import Length, Optimizer, Schedule, constant, schedule_name
 from offbeat.place import Place, at
 from offbeat.plugins import Choice, find
+from offbeat.probing import Reach, reach_of
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import Recipe
 from offbeat.rows import rows_of
@@ -121,6 +124,7 @@ class Job:
     config: TrainConfig
     recipe: Recipe
     optimizer: Optimizer
+    """The servers'."""
     manifest: Manifest
     slices: tuple[tuple[int, int], ...]
     facts: Facts
@@ -136,6 +140,8 @@ class Job:
     every gradient."""
     initial: Initial | None = None
     """What training begins from; None: what the recipe makes."""
+    inner: Optimizer | None = None
+    """That of steps which workers take by themselves; None: there are none."""
 
     @property
     def fingerprint(self) -> str:
@@ -166,7 +172,7 @@ class Job:
     def step_size(self) -> int:
         """How many examples one gradient is computed on, by all towers of a worker; where the data
         comes in batches of its own, how many of those."""
-        return self._drawn * self.config.accumulate
+        return self._drawn * self.config.batches_per_step
 
     @property
     def _drawn(self) -> int:
@@ -217,7 +223,12 @@ class Job:
         more = [self.make_model() for _ in devices[1:]]
         # which rows a sparse gradient has, no recording can know
         captures = self.config.capture == AUTO and not self.manifest.is_sparse
-        return Towers(
+        several = self.config.accumulate
+        kind: Callable[..., Towers] = functools.partial(Towers, accumulates=several > 1)
+        if self.inner is not None:
+            steps = self._make_inner(self.inner)
+            kind = functools.partial(LocalTowers, inner=steps, batches_per_step=several)
+        return kind(
             [model, *more],
             devices,
             amp=self.amp is not None,
@@ -225,9 +236,32 @@ class Job:
             tell=tell,
             compiled=Compiled(self.config.batch_size, tell) if self.config.compile else None,
             slot_device=self.server_device,
-            clip=None if self.config.merges else self._make_clip(),
-            accumulates=self.config.accumulate > 1,
+            clip=None if self._clips_updates else self._make_clip(),
         )
+
+    def _make_inner(self, optimizer: Optimizer) -> Inner:
+        whole = reach_of(optimizer) > Reach.ELEMENT
+        segments = segments_of(self.manifest, optimizer, 0, self.manifest.num_elements, whole=whole)
+        return Inner(
+            optimizer=optimizer,
+            segments=segments,
+            schedule=in_run(self.recipe.schedule, self._length_inside),
+            total_steps=self._length_inside.total,
+            steps_per_update=self._steps_per_update,
+            fused=self.config.fused,
+        )
+
+    @property
+    def _steps_per_update(self) -> float:
+        """How many local steps of one worker an update of the servers stands for."""
+        config = self.config
+        num_gradients = self.make_discipline().gradients_per_update
+        return (config.local_steps or 1) * num_gradients / config.workers
+
+    @property
+    def _clips_updates(self) -> bool:
+        """Whether servers clip what an update is made with; else workers their gradients."""
+        return self.config.merges and self.inner is None
 
     def _make_clip(self) -> Clip | None:
         """What makes too large a gradient smaller, where it is whole."""
@@ -288,7 +322,7 @@ class Job:
             fused=self.config.fused,
             floats=torch.zeros(layout.num_floats, device=layout.device),
             ints=torch.zeros(layout.num_ints, dtype=torch.int64, device=layout.device),
-            clip=self._make_clip() if self.config.merges and not self.joins_norms else None,
+            clip=self._make_clip() if self._clips_updates and not self.joins_norms else None,
             joint_clip=self._make_joint_clip(lo, hi) if self.joins_norms else None,
             rows=layout.rows,
         )
@@ -296,8 +330,7 @@ class Job:
     @property
     def joins_norms(self) -> bool:
         """Whether the norm that an update is clipped by is that of several servers' slices."""
-        config = self.config
-        return config.merges and config.clips_by_norm and len(self.slices) > 1
+        return self._clips_updates and self.config.clips_by_norm and len(self.slices) > 1
 
     def _make_joint_clip(self, lo: int, hi: int) -> ClipNorm:
         sizes = [s.hi - s.lo for s in segments_of(self.manifest, self.optimizer, lo, hi)]
@@ -305,14 +338,39 @@ class Job:
 
     @property
     def schedule(self) -> Schedule:
-        """The recipe's, in a run as long as this one."""
+        """The servers': the recipe's, in a run as long as this one. Where workers take steps by
+        themselves it is theirs, but for one that goes by scores."""
+        if self.inner is not None and not isinstance(self.recipe.schedule, Plateau):
+            return constant()
+        return in_run(self.recipe.schedule, self._length)
+
+    @property
+    def _length(self) -> Length:
         facts = self.facts
-        length = Length(facts.total_updates, facts.updates_per_epoch, facts.epoch_shift)
-        return in_run(self.recipe.schedule, length)
+        return Length(facts.total_updates, facts.updates_per_epoch, facts.epoch_shift)
+
+    @property
+    def _length_inside(self) -> Length:
+        """The same in local steps."""
+        length, several = self._length, self._steps_per_update
+        total, per_epoch = length.total, length.per_epoch
+        return Length(
+            None if total is None else math.ceil(total * several),
+            None if per_epoch is None else math.ceil(per_epoch * several),
+            int(length.shift * several),
+        )
 
     def make_rates(self, falls: Sequence[int] = ()) -> Rates:
         """What an update is made with."""
         return Rates(self.optimizer, self.schedule, self.facts.total_updates, falls)
+
+    def rates_of_recipe(self) -> tuple[Optimizer, Schedule, Rates]:
+        """The recipe's optimizer and schedule, wherever they are used, and what they come to."""
+        if self.inner is None:
+            return self.optimizer, self.schedule, self.make_rates()
+        inner = self._make_inner(self.inner)
+        rates = Rates(inner.optimizer, inner.schedule, inner.total_steps)
+        return inner.optimizer, inner.schedule, rates
 
     def initial_state(self, index: int, model: FlatModel) -> ShardState:
         """Shard `index` as it is before the first update, cut out of `model`."""
@@ -352,7 +410,7 @@ class Job:
     def steps_per_epoch(self, rank: int) -> int | None:
         """How many steps worker `rank` takes to go through its share, where that is known."""
         per_epoch = self._batches_per_epoch(rank)
-        return None if per_epoch is None else -(-per_epoch // self.config.accumulate)
+        return None if per_epoch is None else -(-per_epoch // self.config.batches_per_step)
 
     def _batches_per_epoch(self, rank: int) -> int | None:
         counts = self.facts.num_batches
@@ -439,7 +497,7 @@ class Job:
         while step < last_step and epoch < last_epoch:
             before = number
             drafts = source.drafts(share, epoch, first)
-            for draft, ends_step in grouped(drafts, config.accumulate):
+            for draft, ends_step in grouped(drafts, config.batches_per_step):
                 if step >= start:
                     yield StepBatch(epoch, draft, number, ends_step)
                 number += 1
@@ -457,7 +515,7 @@ class Job:
     def _batches_before(self, per_epoch: int | None, step: int) -> int | None:
         """How many batches a worker that has so many in an epoch has gone through before it begins
         with `step`; None: it has to count them."""
-        several = self.config.accumulate
+        several = self.config.batches_per_step
         if per_epoch is None:
             return step if several == 1 else None
         steps = -(-per_epoch // several)
@@ -481,8 +539,10 @@ class Job:
         config = self.config
         known = {"cluster": 1, "ray": 0}.get(config.engine, config.workers)
         return {
-            "optimizer": str(self.optimizer),
-            "lr": float(self.optimizer.options["lr"]),
+            "optimizer": str(self.inner or self.optimizer),
+            "lr": float((self.inner or self.optimizer).options["lr"]),
+            "local_steps": config.local_steps,
+            "outer_optimizer": str(self.optimizer) if self.inner else None,
             "lr_scale": config.lr_scale,
             "schedule": schedule_name(self.recipe.schedule),
             "partition": TENSORS if self.facts.whole_tensors else ELEMENTS,

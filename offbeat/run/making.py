@@ -53,6 +53,9 @@ from offbeat.shard import (
 )
 from offbeat.towers import CPU, find_devices
 
+OF_ROUNDS, OF_EACH = "nesterov:lr=0.7", "SGD:lr=1"
+"""What servers have where workers take steps by themselves: for the mean of a round as DiLoCo's
+paper found it best, and for what single workers bring, where that momentum runs away."""
 NUM_LOOKED_AT = 2
 """Test examples that say which metric fits."""
 
@@ -69,8 +72,10 @@ def make_job(
     it goes on from; `elastic`: let workers come and go where the run is of that kind;
     `kept_initial`: where a run that goes on has what --init once gave it."""
     recipe, asked = recipe.fed(config.feed), config.batch_size
-    optimizer = _resolve_optimizer(config, recipe)
-    optimizer.check(fused=config.fused)
+    optimizer, inner = _resolve_optimizers(config, recipe)
+    for each in (optimizer, inner):
+        if each is not None:
+            each.check(fused=config.fused)
     config = _resolve_suggestions(config, recipe)
     check_clipping(config)
     here = "cpu" if config.engine == "ray" else config.devices or config.device
@@ -83,7 +88,9 @@ def make_job(
     module = seeded_model(recipe, config.seed)
     manifest = describe(module)
     _check_values(module)
-    _check_groups(optimizer, manifest)
+    _check_groups(inner or optimizer, manifest)
+    if inner is not None:
+        _check_local_steps(inner, manifest)
     check_servers(config, manifest)
     if manifest.is_sparse and not config.chosen.kind.served:
         raise ConfigError(
@@ -136,7 +143,7 @@ def make_job(
         )
     job = dataclasses.replace(job, facts=_with_length(job, checkpoint))
     # a schedule that needs a length, or takes other arguments, says so now
-    from_recipe("schedule", lambda: float(job.make_rates().at(0)[0]["lr"]))
+    from_recipe("schedule", lambda: float(job.rates_of_recipe()[2].at(0)[0]["lr"]))
     _check_lr(job)
     if config.eval_every is None:
         config = dataclasses.replace(config, eval_every=_updates_per_epoch(job))
@@ -197,11 +204,11 @@ def _find_initial(
 def _check_lr(job: Job) -> None:
     """Whether a learning rate that somebody asks for is used: some of torch's schedulers have rates
     of their own."""
-    config, schedule = job.config, job.schedule
+    config, (optimizer, schedule, _) = job.config, job.rates_of_recipe()
     asked = f"--lr {config.lr:g}" if config.lr is not None else f"--lr-scale {config.lr_scale}"
     if config.lr is None and config.lr_scale == "none":
         return
-    if isinstance(schedule, TorchSchedule) and schedule.sets_rates(job.optimizer):
+    if isinstance(schedule, TorchSchedule) and schedule.sets_rates(optimizer):
         raise ConfigError(
             f"{asked} would change nothing: {schedule_name(schedule)} sets rates of its own; leave "
             f"it out, and give the schedule another {schedule.own_rates()}"
@@ -294,10 +301,12 @@ def rejoin_job(
 
 
 def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) -> Job:
+    optimizer, inner = _resolve_optimizers(config, recipe)
     return Job(
         config=config,
         recipe=recipe,
-        optimizer=_resolve_optimizer(config, recipe),
+        optimizer=optimizer,
+        inner=inner,
         manifest=manifest,
         slices=cut_slices(manifest, config.servers, whole=facts.whole_tensors),
         facts=facts,
@@ -311,6 +320,28 @@ def cut_slices(manifest: Manifest, servers: int, *, whole: bool) -> tuple[tuple[
     if manifest.is_sparse:
         return tuple(partition_rows(manifest, servers))
     return tuple(partition(manifest.num_elements, servers))
+
+
+def _resolve_optimizers(config: TrainConfig, recipe: Recipe) -> tuple[Optimizer, Optimizer | None]:
+    """The servers', and that of steps which workers take by themselves; None: there are none. One
+    such step with plain SGD is the gradient times a rate: then that is how it is computed."""
+    asked = _resolve_optimizer(config, recipe)
+    if config.local_steps is None:
+        return asked, None
+    suggested = OF_ROUNDS if config.chosen.kind.in_rounds else OF_EACH
+    outer = named_optimizer(config.outer_optimizer or suggested)
+    if config.local_steps == 1 and asked.is_plain_sgd and not asked.groups:
+        return outer.scaled(asked.options["lr"]), None
+    return outer, asked
+
+
+def _check_local_steps(inner: Optimizer, manifest: Manifest) -> None:
+    if manifest.is_sparse:
+        raise ConfigError(
+            "local_steps move whole tensors, not rows of sparse ones: train with sparse=False"
+        )
+    if reach_of(inner) > Reach.ELEMENT:
+        inner.check_shapes([(s.name, s.shape) for s in manifest.tensors if s.numel])
 
 
 def _resolve_optimizer(config: TrainConfig, recipe: Recipe) -> Optimizer:
@@ -443,7 +474,7 @@ def _updates_per_epoch(job: Job) -> int:
     counts, num_examples = job.facts.num_batches, job.facts.num_examples
     if counts is None:
         return 0
-    steps = [-(-count // job.config.accumulate) for count in counts]
+    steps = [-(-count // job.config.batches_per_step) for count in counts]
     num_steps = sum(steps) if job.config.split == "disjoint" else steps[0]
     if num_examples is not None:
         num_steps = -(-num_examples // job.step_size)

@@ -1,0 +1,261 @@
+"""Steps that workers take by themselves: beside loops that are written out here."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Spiced, cross_entropy, toy_data, toy_job, toy_recipe
+from torch import nn
+
+import offbeat
+from offbeat import SGD, AdamW
+from offbeat.config import DISCIPLINES
+from offbeat.errors import ConfigError
+from offbeat.local_steps import LocalTowers
+from offbeat.optim import Optimizer
+from offbeat.run.events import read_events
+from offbeat.run.job import Job
+
+
+def train(run_dir: Path, recipe: offbeat.Recipe | None = None, **options: Any) -> offbeat.Result:
+    shape = {"workers": 1, "device": "cpu", **options}
+    if "devices" in shape:
+        del shape["device"]
+    return offbeat.train(
+        recipe or toy_recipe(), run_dir=run_dir, engine="inproc", quiet=True, threads=1, **shape
+    )
+
+
+def assert_close(found: nn.Module | offbeat.Result, other: nn.Module | offbeat.Result) -> None:
+    one, two = found.state_dict(), other.state_dict()
+    for name, value in two.items():
+        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6)
+
+
+def in_rounds(job: Job, inner: Optimizer, outer: Optimizer, scales: Sequence[float]) -> nn.Module:
+    """Each worker takes H steps from the same parameters with an optimizer of its own, and the mean
+    of what they moved by is the gradient of another one. `scales`: of the inner rate, by step."""
+    everybody = job.make_model().module
+    outside = make(outer, everybody)
+    replicas = [job.make_model().module for _ in range(job.config.workers)]
+    inside = [make(inner, module) for module in replicas]
+    batches = [list(job.batches(rank)) for rank in range(job.config.workers)]
+    several = job.config.local_steps or 1
+    for start in range(0, len(batches[0]), several):
+        for module, optimizer, mine in zip(replicas, inside, batches, strict=True):
+            module.load_state_dict(everybody.state_dict())
+            for number in range(start, min(start + several, len(mine))):
+                optimizer.param_groups[0]["lr"] = inner.options["lr"] * scales[number]
+                optimizer.zero_grad()
+                cross_entropy(module, mine[number][1]).backward()
+                optimizer.step()
+        for param, *theirs in zip(
+            everybody.parameters(), *(m.parameters() for m in replicas), strict=True
+        ):
+            moved = [param.detach() - other.detach() for other in theirs]
+            param.grad = torch.stack(moved).mean(dim=0)
+        outside.step()
+    return everybody
+
+
+def make(spec: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    maker: Any = spec.maker
+    made: torch.optim.Optimizer = maker(module.parameters(), **spec.options)
+    return made
+
+
+ROUNDS = {
+    "local SGD": (SGD(lr=0.1), SGD(lr=1.0), "SGD:lr=1"),
+    "momentum inside": (SGD(lr=0.05, momentum=0.9), SGD(lr=1.0), "SGD:lr=1"),
+    "DiLoCo": (
+        AdamW(lr=0.01, weight_decay=0.1),
+        SGD(lr=0.7, momentum=0.9, nesterov=True),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_sync_is_what_the_papers_write(
+    tmp_path: Path, name: str, workers: int, servers: int
+) -> None:
+    """240 examples: 24 batches an epoch for one worker, eight for each of three."""
+    inner, outer, flag = ROUNDS[name]
+    recipe = toy_recipe(optimizer=inner)
+    shape: dict[str, Any] = {"workers": workers, "local_steps": 4, "discipline": "sync"}
+    found = train(tmp_path / "r", recipe, servers=servers, outer_optimizer=flag, epochs=2, **shape)
+    job = toy_job(recipe, epochs=2, threads=1, **shape)
+    assert_close(found, in_rounds(job, inner, outer, [1.0] * 48))
+    assert found.summary["gradients"] == 12 // workers * workers
+
+
+ONE = {"local_steps": 1, "outer_optimizer": "SGD:lr=1"}
+
+
+@pytest.mark.parametrize(("discipline", "workers"), [("apply-reply", 1), ("sync", 2)])
+def test_one_local_step_of_plain_sgd_is_a_gradient_to_the_bit(
+    tmp_path: Path, discipline: str, workers: int
+) -> None:
+    shape: dict[str, Any] = {"discipline": discipline, "workers": workers}
+    recipe = toy_recipe(optimizer=SGD(lr=0.3), schedule=offbeat.cosine(warmup=5))
+    plain = train(tmp_path / "p", recipe, **shape)
+    local = train(tmp_path / "l", recipe, **ONE, **shape)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(local.state_dict()[name], value), name
+
+
+def test_it_is_the_same_job_then_for_several_asynchronous_workers() -> None:
+    """Who come in another order each time."""
+    recipe = toy_recipe(optimizer=SGD(lr=0.3))
+    plain, local = toy_job(recipe, workers=4), toy_job(recipe, workers=4, **ONE)
+    assert local.inner is None
+    assert local.optimizer.is_plain_sgd
+    assert local.make_rates().at(3) == plain.make_rates().at(3)
+
+
+@pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
+def test_a_schedule_counts_local_steps(tmp_path: Path, discipline: str) -> None:
+    """As a plain loop's would; the servers' rate stays."""
+    recipe = toy_recipe(optimizer=SGD(lr=0.3, momentum=0.5), schedule=offbeat.cosine(warmup=7))
+    shape: dict[str, Any] = {"local_steps": 6, "discipline": discipline, "epochs": 2}
+    found = train(tmp_path / "r", recipe, outer_optimizer="SGD:lr=1", **shape)
+    job = toy_job(recipe, workers=1, threads=1, **shape)
+    scales = [job.recipe.schedule(step, 48) for step in range(48)]
+    assert len(set(scales)) > 40
+    assert_close(found, in_rounds(job, recipe.optimizer, SGD(lr=1.0), scales))
+    rates = [e["lr"] for e in read_events(found.run_dir / "events") if e["kind"] == "push"]
+    assert set(rates) == {1.0}
+
+
+def test_several_asynchronous_workers_go_along_one_schedule() -> None:
+    """A version of four workers' stands for a fourth of what one does between two exchanges."""
+    shape: dict[str, Any] = {"workers": 4, "local_steps": 2, "epochs": 4}
+    for discipline, several in (("apply-reply", 0.5), ("sync", 2.0)):
+        job = toy_job(discipline=discipline, **shape)
+        towers = job.make_towers(0, job.make_model())
+        assert isinstance(towers, LocalTowers)
+        assert towers._inner.steps_per_update == several
+        assert towers._inner.total_steps == 24
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_it_goes_with_every_discipline_and_counts_right(tmp_path: Path, discipline: str) -> None:
+    shape: dict[str, Any] = {"workers": 2, "local_steps": 5, "discipline": discipline, "epochs": 3}
+    job = toy_job(toy_recipe(Spiced), **shape)
+    assert job.num_steps(0) == 9, "twelve batches an epoch"
+    result = train(tmp_path / "r", toy_recipe(Spiced), servers=2, **shape)
+    assert result.summary["gradients"] == 18
+    assert result.summary["updates"] == job.facts.total_updates
+    assert [worker["examples"] for worker in result.summary["workers"]] == [360, 360]
+    assert result.test_accuracy is not None and result.test_accuracy > 0.5
+
+
+def test_batches_may_be_several_to_a_local_step(tmp_path: Path) -> None:
+    """A rate of 0.1 on the mean of two batches of five is that on one of ten."""
+    recipe = toy_recipe(optimizer=SGD(lr=0.1, momentum=0.9))
+    shape: dict[str, Any] = {"local_steps": 3, "epochs": 2}
+    two = train(tmp_path / "2", recipe, batch_size=5, accumulate=2, **shape)
+    one = train(tmp_path / "1", recipe, batch_size=10, **shape)
+    assert_close(two, one)
+    assert two.summary["gradients"] == one.summary["gradients"] == 16
+
+
+def test_towers_step_together(tmp_path: Path) -> None:
+    recipe = toy_recipe(optimizer=SGD(lr=0.1, momentum=0.9))
+    shape: dict[str, Any] = {"local_steps": 3, "epochs": 2}
+    two = train(tmp_path / "2", recipe, batch_size=5, devices="cpu,cpu", **shape)
+    one = train(tmp_path / "1", recipe, batch_size=10, **shape)
+    assert_close(two, one)
+
+
+def test_each_local_gradient_is_clipped(tmp_path: Path) -> None:
+    """In sync too, where it is the mean that is clipped otherwise."""
+    recipe = toy_recipe(optimizer=SGD(lr=0.1, momentum=0.1))
+    for discipline in ("apply-reply", "sync"):
+        shape: dict[str, Any] = {"local_steps": 4, "discipline": discipline, "epochs": 1}
+        found = train(
+            tmp_path / discipline, recipe, clip_norm=0.05, outer_optimizer="SGD:lr=1", **shape
+        )
+        job = toy_job(recipe, workers=1, **shape)
+        module = job.make_model().module
+        optimizer = make(recipe.optimizer, module)
+        for _, batch in job.batches(0):
+            optimizer.zero_grad()
+            cross_entropy(module, batch).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+            optimizer.step()
+        assert_close(found, module)
+        assert found.summary["clipped"] == 1.0
+
+
+def test_an_unusable_gradient_is_left_out(tmp_path: Path) -> None:
+    """The third batch's is not finite, though its loss is: the others go in."""
+    calls = iter(range(10**6))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = cross_entropy(model, batch)
+        if next(calls) == 2:
+            value = value + 0.0 * torch.sqrt(model[0].weight.sum() * 0.0)  # type: ignore[index]
+        return value
+
+    recipe = toy_recipe(loss=loss, optimizer=SGD(lr=0.1, momentum=0.1))
+    result = train(tmp_path / "r", recipe, local_steps=4, steps=2)
+    assert result.summary["gradients"] == 2
+    assert result.summary["rejected"] == 0
+    assert "a local step was left out" in (tmp_path / "r/logs/worker-0.log").read_text()
+    assert all(bool(value.isfinite().all()) for value in result.state_dict().values())
+
+
+def test_a_step_without_a_usable_gradient_is_refused(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model, batch) + 0.0 * torch.sqrt(model[0].weight.sum() * 0.0)  # type: ignore[index]
+
+    recipe = toy_recipe(loss=loss, optimizer=SGD(lr=0.1, momentum=0.1))
+    result = train(tmp_path / "r", recipe, local_steps=4, steps=2)
+    assert result.summary["rejected"] == 2
+    for name, value in result.state_dict().items():
+        first = toy_job(recipe, workers=1).make_model().module.state_dict()[name]
+        assert torch.equal(value, first), name
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    data = toy_data()
+    data[0][::30] = math.nan
+    recipe = toy_recipe(data=lambda config: (data, None))
+    with pytest.raises(offbeat.RunError, match="numbers in its batch are NaN or infinite"):
+        train(tmp_path / "r", recipe, local_steps=4)
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """To the bit where the inner optimizer keeps nothing; the middle of an epoch, with an odd
+    step at its end."""
+    shape: dict[str, Any] = {"local_steps": 5}
+    recipe = toy_recipe(
+        lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)),
+        augment=lambda batch, generator: (
+            batch[0] + torch.randn(batch[0].shape, generator=generator),
+            batch[1],
+        ),
+    )
+    whole = train(tmp_path / "whole", recipe, steps=13, **shape)
+    train(tmp_path / "cut", recipe, steps=7, **shape)
+    cut = offbeat.resume(tmp_path / "cut", recipe, steps=13)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(cut.state_dict()[name], value), name
+
+
+def test_what_cannot_be_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match="give --local-steps H too"):
+        toy_job(outer_optimizer="SGD:lr=1")
+    with pytest.raises(ConfigError, match="local_steps must be at least 1"):
+        toy_job(local_steps=0)
+    recipe = toy_recipe(lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3)))
+    with pytest.raises(ConfigError, match="local_steps move whole tensors"):
+        toy_job(recipe, local_steps=2)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        toy_job(local_steps=2, outer_optimizer="LBFGS")
