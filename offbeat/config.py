@@ -212,6 +212,12 @@ class TrainConfig:
         "rounds, as DiLoCo has it, else SGD:lr=1, which is plain averaging in rounds)",
         choices=OPTIMIZERS,
     )
+    overlap: bool = _option(
+        False,
+        yes_or_no,
+        "a worker computes its next gradient while the last one's exchange is under way: one more "
+        "version of staleness, and no wait for a network that is no slower than its computing",
+    )
     optimizer: str | None = _option(
         None,
         text,

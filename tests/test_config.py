@@ -27,6 +27,7 @@ def test_the_flags_are_frozen() -> None:
         "accumulate",
         "local_steps",
         "outer_optimizer",
+        "overlap",
         "optimizer",
         "lr",
         "lr_scale",

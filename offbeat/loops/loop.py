@@ -172,7 +172,9 @@ class Loop:
         self._faults.computed(self._since_s, 0.0)
         pushed_s = self._seat.clock()
         with self._ends():
-            self._exchange.push(self.step_number, present, void=not is_usable)
+            self._exchange.push(
+                self.step_number, present, self._exchange.versions, void=not is_usable
+            )
             if self.meanwhile is not None:
                 self.meanwhile()
             prepared_s = self._seat.clock()

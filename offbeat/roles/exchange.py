@@ -9,7 +9,7 @@ anew, or only the connection broke. Nothing is known here of batches, losses and
 
     with Exchange(job, rank, towers, network, ...) as exchange:
         step = exchange.join()
-        exchange.push(step + 1, present)     # after filling exchange.gradient_slots
+        exchange.push(step + 1, present, exchange.versions)     # after filling its gradient_slots
         outcome = exchange.await_all()
         step = exchange.finish(step + 1)     # raises ConnectionClosedError when the run is over
 """
@@ -83,8 +83,8 @@ class Exchange:
         incarnation: int = 0,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        self.versions = [0 for _ in job.slices]
-        """The newest version of each shard that the worker was shown: what it computes on."""
+        self.versions: Sequence[int] = [0 for _ in job.slices]
+        """The newest version of each shard that the worker was shown. Never changed in place."""
         self._job = job
         self._rank = rank
         self._towers = towers
@@ -193,7 +193,8 @@ class Exchange:
         link = encoding(made, self._codecs[shard])
         if self._towers.gradient is not None and self._job.lends_gradients:
             link.lend(self._towers.gradient[lo:hi])
-        if len(self._job.slices) == 1:  # the only server's replies need no further copy
+        if len(self._job.slices) == 1 and not self._job.config.overlap:
+            # the only server's replies need no further copy
             self._towers.adopt(link.reply_slot.values)
         elif layout.rows is not None:  # of which later replies leave out rows
             params.copy_(link.reply_slot.values)
@@ -218,8 +219,11 @@ class Exchange:
         slot = self._links[0].reply_slot
         return slot.floats, slot.ints
 
-    def push(self, step: int, present: Sequence[bool], *, void: bool = False) -> None:
-        """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one.
+    def push(
+        self, step: int, present: Sequence[bool], versions: Sequence[int], *, void: bool = False
+    ) -> None:
+        """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one;
+        `versions`: of the parameters that it was computed on, which may have been replaced since.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
         take half of it."""
         slots = self.gradient_slots
@@ -239,7 +243,7 @@ class Exchange:
                 void=void,
                 masked=masked,
             )
-            for shard, (link, version) in enumerate(zip(self._links, self.versions, strict=True))
+            for shard, (link, version) in enumerate(zip(self._links, versions, strict=True))
         ]
         for link, header, rows in zip(self._links, self._pushed, self.rows, strict=True):
             if rows is not None:

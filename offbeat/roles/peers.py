@@ -200,15 +200,18 @@ class Peers:
         """The float and integer ones that all have; the worker's until `push`."""
         return self._replica.shard.floats, self._replica.shard.ints
 
-    def push(self, step: int, present: Sequence[bool], *, void: bool = False) -> None:
-        """Begin to add up everybody's gradient of this step; `present`: which tensors have one.
+    def push(
+        self, step: int, present: Sequence[bool], versions: Sequence[int], *, void: bool = False
+    ) -> None:
+        """Begin to add up everybody's gradient of this step; `present`: which tensors have one;
+        `versions`: of what it was computed on.
         `void`: it is unusable, and nothing of it is added."""
         self._record = PushRecord(
             self._rank,
             self._incarnation,
             step,
             batch=step - 1,
-            base_version=self.versions[0],
+            base_version=versions[0],
             received_s=self._clock(),
         )
         if void:
@@ -281,7 +284,8 @@ class Peers:
         record.outcome = outcome
         record.replied_s = self._clock()
         if outcome == APPLIED:
-            record.version, record.staleness = self.versions[0], 0
+            record.version = self.versions[0]
+            record.staleness = record.version - 1 - record.base_version
             record.applied_s = max(said.applied.values())
         self._events.record_line(record.event_line, 0)
 

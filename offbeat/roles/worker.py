@@ -3,6 +3,9 @@
     welcome -> [ loss, gradient -> push to every shard -> prepare the next batch -> await every
     reply ]* -> tell the servers that all is done -> wait for the end of the run
 
+With --overlap the reply to one gradient is awaited when the next one is computed, on the parameters
+of the reply before.
+
 A GPU is only told of a step, and while it computes the worker prepares the next batch and writes
 down what became of the step before.
 
@@ -18,7 +21,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -67,6 +70,11 @@ class _Step:
     prepare_s: float = 0.0
     """For the next batch, and for all but the first of the step."""
     exchange_s: float = 0.0
+    """That the worker waited for."""
+    waited_s: float = 0.0
+    """For the exchange of the step before, in the midst of this one."""
+    pushed_s: float = 0.0
+    """From when on it had nothing to do but to wait."""
 
 
 class Worker:
@@ -103,7 +111,12 @@ class Worker:
         self.reason = ""
         """Why it has left, as a server put it, or whoever stopped it."""
         self.stats = WorkerStats()
+        self._overlaps = job.config.overlap
         self._unwritten: _Step | None = None
+        self._under_way: _Step | None = None
+        """One that was pushed, and is not answered yet."""
+        self._prepared_s = 0.0
+        """What its batch took, where that was made during an exchange."""
         kind = Exchange if job.config.chosen.kind.served else Peers
         self._exchange: Exchange | Peers = kind(
             job,
@@ -161,44 +174,89 @@ class Worker:
 
     def _train_on(self, batches: Iterator[StepBatch]) -> bool:
         self._take_in()
-        is_told = self.towers.is_told
         upcoming = next(batches, None)
-        prepare_s = 0.0
         try:
             while upcoming is not None:
-                if self._stop.is_set() or self._exchange.is_last:
+                if self._is_to_leave:
                     return False
                 self._faults.begin(self.step)
-                start_s = self._clock()
-                step = _Step(self.step, upcoming.epoch, start_s)
+                step = _Step(self.step, upcoming.epoch, self._clock())
+                versions = self._exchange.versions
                 last, count = self._compute_step(upcoming, batches, step)
-                present = self._take_gradient(count)
-                self._write_down()
-                if is_told:  # prepared while a device computes
-                    upcoming = self._prepare(batches, step)
-                    self._forward_seed(last.number + 1)
-                step.loss, is_usable = self.towers.wait()
-                step.norm = self.towers.norm
-                self._check_loss(step.loss, last.batch)
-                self._faults.computed(start_s, prepare_s)
-                computed_s = self._clock()
-                step.compute_s = computed_s - start_s - step.prepare_s
-                self._exchange.push(self.step, present, void=not is_usable)
-                if not is_told:  # prepared while the exchange is under way
-                    within_s = step.prepare_s
-                    upcoming = self._prepare(batches, step)
-                    prepare_s = step.prepare_s - within_s
-                    computed_s += prepare_s
-                step.outcome = self._exchange.await_all()
-                self._take_in()
-                step.exchange_s = self._clock() - computed_s
-                self._unwritten = step
-                if not is_told:
-                    self._write_down()
+                if self._overlaps and not self._await_meanwhile(step):
+                    return False
+                upcoming = self._push(last, count, versions, batches, step)
+                if not self._overlaps:
+                    self._await(step)
                 self.step += 1
+            if self._under_way is not None:
+                self._await(self._under_way)
         finally:
             self._write_down()
         return True
+
+    @property
+    def _is_to_leave(self) -> bool:
+        return self._stop.is_set() or self._exchange.is_last
+
+    def _push(
+        self,
+        last: StepBatch,
+        count: int,
+        versions: Sequence[int],
+        batches: Iterator[StepBatch],
+        step: _Step,
+    ) -> StepBatch | None:
+        """Send what was computed on parameters of these `versions`; returns the next batch."""
+        is_told, upcoming = self.towers.is_told, None
+        present = self._take_gradient(count)
+        self._write_down()
+        if is_told:  # prepared while a device computes
+            upcoming = self._prepare(batches, step)
+            self._forward_seed(last.number + 1)
+        step.loss, is_usable = self.towers.wait()
+        step.norm = self.towers.norm
+        self._check_loss(step.loss, last.batch)
+        if is_told or not self._overlaps:
+            self._hold_up(step)
+        computed_s = self._clock()
+        step.compute_s = computed_s - step.start_s - step.prepare_s - step.waited_s
+        if self._overlaps:  # what the last exchange brought, before the next one's may come
+            self._take_in()
+        self._exchange.push(self.step, present, versions, void=not is_usable)
+        self._under_way, step.pushed_s = step, computed_s
+        if not is_told:  # prepared while the exchange is under way
+            within_s = step.prepare_s
+            upcoming = self._prepare(batches, step)
+            self._prepared_s = step.prepare_s - within_s
+            step.pushed_s += self._prepared_s
+        return upcoming
+
+    def _await(self, step: _Step) -> None:
+        """The reply to what was pushed last."""
+        step.outcome = self._exchange.await_all()
+        if not self._overlaps:
+            self._take_in()
+        step.exchange_s = self._clock() - step.pushed_s
+        self._unwritten, self._under_way = step, None
+        if not self.towers.is_told:
+            self._write_down()
+
+    def _await_meanwhile(self, step: _Step) -> bool:
+        """The reply to the step before, now that this one is computed, or under way; False: there
+        is to be no further one."""
+        if not self.towers.is_told:
+            self._hold_up(step)
+        if (before := self._under_way) is None:
+            return True
+        since_s = before.pushed_s = self._clock()
+        self._await(before)
+        step.waited_s = self._clock() - since_s
+        return not self._is_to_leave
+
+    def _hold_up(self, step: _Step) -> None:
+        """As long as somebody asked for."""
+        self._faults.computed(step.start_s + step.waited_s, self._prepared_s)
 
     def _compute_step(
         self, batch: StepBatch, others: Iterator[StepBatch], step: _Step

@@ -224,7 +224,9 @@ class Job:
         # which rows a sparse gradient has, no recording can know
         captures = self.config.capture == AUTO and not self.manifest.is_sparse
         several = self.config.accumulate
-        kind: Callable[..., Towers] = functools.partial(Towers, accumulates=several > 1)
+        kind: Callable[..., Towers] = functools.partial(
+            Towers, accumulates=several > 1, apart=self.config.overlap
+        )
         if self.inner is not None:
             steps = self._make_inner(self.inner)
             kind = functools.partial(LocalTowers, inner=steps, batches_per_step=several)
