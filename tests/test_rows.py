@@ -255,11 +255,12 @@ def test_lock_free_leaves_out_no_row_that_changes_meanwhile(
         in_threads(*(functools.partial(train, hand) for hand in hands))
         nothing: list[Part] = [None for _ in manifest.tensors]
         mask = torch.zeros(len(manifest.tensors), dtype=torch.uint8)
-        for hand in hands:  # one more each, whose replies have what came after the last
-            for _ in range(2):
+        for _ in range(2):  # everybody's last one is in once, and then in everybody's reply
+            for hand in hands:
                 hand.hand.link.gradient_slot.mask.copy_(mask)
                 hand.push(nothing, masked=True)
                 hand.hand.reply()
+        for hand in hands:
             torch.testing.assert_close(hand.params, made.shard.params)
 
 

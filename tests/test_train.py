@@ -868,6 +868,9 @@ class Halving:
 
 
 RESOLVED: dict[str, Any] = {
+    "local_steps": None,
+    "outer_optimizer": None,
+    "overlap": False,
     "optimizer": "SGD(lr=0.1)",
     "lr": 0.1,
     "lr_scale": "none",

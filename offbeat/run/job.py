@@ -545,6 +545,7 @@ class Job:
             "lr": float((self.inner or self.optimizer).options["lr"]),
             "local_steps": config.local_steps,
             "outer_optimizer": str(self.optimizer) if self.inner else None,
+            "overlap": config.overlap,
             "lr_scale": config.lr_scale,
             "schedule": schedule_name(self.recipe.schedule),
             "partition": TENSORS if self.facts.whole_tensors else ELEMENTS,
