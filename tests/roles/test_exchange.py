@@ -184,7 +184,7 @@ class Rigged:
     ) -> None:
         for slot in self.exchange.gradient_slots:
             slot.values.fill_(value)
-        self.exchange.push(step, present, void=void)
+        self.exchange.push(step, present, self.exchange.versions, void=void)
 
     def rejoins(self) -> list[tuple[int, ...]]:
         """Shard, epochs, and versions."""
@@ -263,7 +263,7 @@ def test_an_unusable_gradient_is_void_for_shards_without_the_bad_element_too(rig
     links = [ScriptedLink(0.0, welcome(0)) for _ in range(2)]
     rig = rigged([links[0]], [links[1]])
     rig.exchange.join()
-    rig.exchange.push(1, [True] * 4, void=True)
+    rig.exchange.push(1, [True] * 4, rig.exchange.versions, void=True)
     assert [link.pushed[0][0].void for link in links] == [True, True]
 
 
