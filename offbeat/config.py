@@ -51,6 +51,15 @@ OPTIMIZERS = (
 """In small letters with a learning rate of Offbeat's, else as torch has it."""
 REFUSED_LATER = {"optimizer": ("LBFGS",), "outer_optimizer": ("LBFGS",)}
 """No choices, but left to those who can say why not (optim.py)."""
+RULES = (
+    *("mean", "sum", "trimmed-mean", "median"),
+    *("staleness-aware", "delay-adaptive", "exponential", "gap-aware"),
+    *("dc-asgd", "dc-asgd-a", "dana", "delayed-nesterov"),
+)
+RULES_OF_SUMS = RULES[:2]
+"""Those that need no more of a round's gradients than their sum."""
+RULES_OF_SEVERAL = RULES[1:4]
+"""Those that mean nothing where every update is made of one gradient."""
 ELEMENTS, TENSORS = "elements", "tensors"
 PARTITIONS = (AUTO, ELEMENTS, TENSORS)
 LR_SCALES: dict[str, Callable[[int], float]] = {
@@ -64,10 +73,10 @@ LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 FAULT_OPTIONS = ("slow_worker", "kill_worker")
 """Options that make a worker worse than it is."""
-PLUGINS = ("optimizer", "outer_optimizer", "reduce")
+PLUGINS = ("optimizer", "outer_optimizer", "rule")
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
 LAUNCH_OPTIONS = (
-    *("discipline", "servers", "workers", "fused", "reduce", "backup_workers", "round_timeout"),
+    *("discipline", "servers", "workers", "fused", "rule", "backup_workers", "round_timeout"),
     *("staleness", "threads", "worker_timeout", "max_restarts", "slow_worker", "kill_worker"),
     *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track", "engine"),
     *RAY_OPTIONS,
@@ -233,7 +242,7 @@ class TrainConfig:
         text,
         "what the learning rate is multiplied by: linear, the number of workers (usual in sync "
         "with SGD); sqrt, its square root (usual in sync with Adam); none, nothing (usual where "
-        "they are asynchronous, and make so many times as many updates, and with --reduce sum)",
+        "they are asynchronous, and make so many times as many updates, and with --rule sum)",
         choices=tuple(LR_SCALES),
     )
     clip_norm: float | None = _option(
@@ -257,8 +266,13 @@ class TrainConfig:
         "tensors; auto: tensors where the optimizer needs them",
         choices=PARTITIONS,
     )
-    reduce: str = _option(
-        "mean", text, "sync: what becomes of a round's gradients", choices=("mean", "sum")
+    rule: str = _option(
+        "mean",
+        text,
+        f"how an update's gradients become one, and what is done about staleness: "
+        f"{', '.join(RULES)}; options as NAME:VALUE; your own: package.module:Class or "
+        f"path/to/file.py:Class",
+        choices=RULES,
     )
     backup_workers: int = _option_of(Sync, "backup_workers")
     round_timeout: float = _option_of(Sync, "round_timeout")
@@ -432,7 +446,7 @@ class TrainConfig:
     @property
     def variant(self) -> str:
         """The discipline and its options in a word, as titles and reports have it."""
-        rule = "" if self.reduce == options()["reduce"].default else f", {self.reduce}"
+        rule = "" if self.rule == options()["rule"].default else f", {self.rule}"
         return self.chosen.label + rule
 
     @property
@@ -588,7 +602,9 @@ def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     if "discipline" in given:
         source, parts = parse(str(given["discipline"]), disciplines.BUILT_IN)
         if source != parse(str(before.get("discipline", "")), disciplines.BUILT_IN)[0]:
-            overruled |= {*discipline_options(), "reduce"}
+            overruled |= discipline_options()
+            if rule_of(before) in RULES_OF_SEVERAL:
+                overruled.add("rule")
         elif parts:
             overruled |= discipline_options()
     return {key: value for key, value in before.items() if key not in overruled}
@@ -742,10 +758,10 @@ def _check_unserved(config: TrainConfig) -> None:
     for name, default in (("server_device", AUTO), ("partition", AUTO)):
         if (value := getattr(config, name)) != default:
             raise ConfigError(f"{kind.name} has no servers: leave {name} {value} out")
-    if config.reduce not in options()["reduce"].metadata["choices"]:
+    if config.rule not in RULES_OF_SUMS:
         raise ConfigError(
-            f"{kind.name} knows no more of a round's gradients than their sum: reduce must be mean "
-            f"or sum, not {config.reduce}"
+            f"{kind.name} knows no more of a round's gradients than their sum: rule must be "
+            f"{' or '.join(RULES_OF_SUMS)}, not {config.rule}"
         )
 
 
@@ -769,11 +785,8 @@ def _resolve_discipline(config: TrainConfig) -> TrainConfig:
         elif flag in given:
             option.check(given[flag])
             rest.append(f"{flag}={given[flag]:g}")
-    fields |= {
-        "discipline": ":".join([_from_anywhere(source, config), *rest]),
-        "reduce": _from_anywhere(config.reduce, config),
-    }
-    for name in ("optimizer", "outer_optimizer"):
+    fields["discipline"] = ":".join([_from_anywhere(source, config), *rest])
+    for name in PLUGINS:
         if (named := getattr(config, name)) is not None:
             source, parts = parse(named, {})
             fields[name] = ":".join([_from_anywhere(source, config), *parts])
@@ -803,12 +816,17 @@ def _refuse_foreign(
                 raise ConfigError(
                     f"{option.flag} belongs to the discipline {other.name}, not to {kind.name}"
                 )
-    reduce = options()["reduce"]
-    if not kind.merges and config.reduce in reduce.metadata["choices"][1:]:
+    if not kind.merges and rule_of({"rule": config.rule}) in RULES_OF_SEVERAL:
         merging = [k.name for k in disciplines.BUILT_IN.values() if k.merges]
         raise ConfigError(
-            f"reduce belongs to the discipline {' or '.join(merging)}, not to {kind.name}"
+            f"the rule {config.rule} is for updates of several gradients, as "
+            f"{' or '.join(merging)} makes them, and {kind.name} makes each of one"
         )
+
+
+def rule_of(given: Mapping[str, Any]) -> str:
+    """A rule's name without its options."""
+    return parse(str(given.get("rule", "")), {})[0]
 
 
 def _given_once(

@@ -25,17 +25,20 @@ from offbeat.errors import ConfigError
 from offbeat.flat import Manifest
 from offbeat.optim import NO_GROUP, Optimizer, Schedule, constant, is_plain_sgd, with_numbers
 from offbeat.rows import Changes, Ids, Known, Rows, joined, trust_rows
-from offbeat.rules import BUILT_IN, Gradient, Mean, Rule
+from offbeat.rules import Gradient, Mean, Rule
 from offbeat.schedules import Rates
 from offbeat.streams import make_mark
+
+RULE = "rule"
+"""What the names of a rule's vectors begin with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardState:
     """All that a shard consists of at one version, in memory of its own.
 
-    `tensors`: params; where there are any ema, floats, ints; and what the optimizer keeps, under
-    names that aliases.py gives it.
+    `tensors`: params; where there are any ema, floats, ints; what the optimizer keeps, under
+    names that aliases.py gives it; and what the rule remembers, as rule.NAME-OF-IT.NAME.
     """
 
     version: int
@@ -211,6 +214,9 @@ class Shard:
             if name in tensors:
                 buffer.copy_(tensors[name])
         self._optimizer_state = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+        mine = f"{RULE}.{self.rule.name}."
+        kept = {k.removeprefix(mine): v for k, v in tensors.items() if k.startswith(mine)}
+        self.rule.load({name: vector.to(self.params.device) for name, vector in kept.items()})
         self._first_version = state.version
         self.falls[:] = state.falls
         self.tickets = itertools.count(state.version + 1)
@@ -290,6 +296,8 @@ class Shard:
             state.update(self.updaters[0].optimizer_state())
         else:
             state.update({k: v.clone() for k, v in self._optimizer_state.items()})
+        for name, vector in self.rule.state().items():
+            state[f"{RULE}.{self.rule.name}.{name}"] = _copy(vector)
         return ShardState(
             version=version, tensors=state, accounts=accounts, falls=tuple(self.falls)
         )
@@ -402,7 +410,7 @@ class Updater:
                 for gradient, mine in zip(gradients, each, strict=True)
             ]
         params, rule = self.shard.params, self.shard.rule
-        if type(rule) not in BUILT_IN.values():  # which do not look at these
+        if rule.sees_params:
             params = rows.pack(params, ids)
             gradients = [
                 gradient

@@ -100,7 +100,7 @@ def test_every_option_of_a_discipline_is_a_flag_with_its_words() -> None:
 
 
 def test_every_rule_is_a_choice() -> None:
-    assert options()["reduce"].metadata["choices"] == tuple(RULES)
+    assert options()["rule"].metadata["choices"] == tuple(RULES)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +244,14 @@ def test_ones_own_rule_goes_with_any_discipline(tmp_path: Path) -> None:
         result = offbeat.train(
             toy_recipe(),
             discipline=discipline,
-            reduce=f"{__name__}:Fresh",
+            rule=f"{__name__}:Fresh",
             steps=5,
             run_dir=tmp_path / discipline,
             quiet=True,
         )
         assert result.summary["kept"][0]["applied"] == 10
-    with pytest.raises(ConfigError, match="belongs to the discipline sync"):
-        make_config({"discipline": "apply-reply", "reduce": "sum"})
+    with pytest.raises(ConfigError, match="the rule sum is for updates of several"):
+        make_config({"discipline": "apply-reply", "rule": "sum"})
 
 
 def test_an_option_says_what_it_takes() -> None:

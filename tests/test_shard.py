@@ -209,8 +209,8 @@ def toy_shard(**options: Any) -> tuple[Shard, Updater]:
 
 
 def test_a_round_is_averaged_or_summed_into_one_update() -> None:
-    for reduce, expected in (("mean", -2.0), ("sum", -6.0)):
-        shard, updater = toy_shard(rule=RULES[reduce]())
+    for name, expected in (("mean", -2.0), ("sum", -6.0)):
+        shard, updater = toy_shard(rule=RULES[name]())
         version = updater.apply([Gradient(torch.full((4,), float(g))) for g in (1, 2, 3)])
         assert version == shard.version == 1
         assert shard.params.tolist() == [expected] * 4

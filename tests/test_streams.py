@@ -447,7 +447,7 @@ class TestOnGpu:
             workers=4,
             steps=300,
             discipline=discipline,
-            reduce="sum" if discipline == "sync" else "mean",
+            rule="sum" if discipline == "sync" else "mean",
         )
         (weight,) = result.state_dict().values()
         assert bool((weight == -1200).all())

@@ -370,15 +370,15 @@ def test_a_convnet_with_batchnorm_and_unused_parts_gives_the_bits_too(
     assert_same(result.state_dict(), module.state_dict())
 
 
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("rule", ["mean", "sum"])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_sync_equals_one_step_on_the_joint_batch(
-    run_dir: Path, workers: int, servers: int, reduce: str
+    run_dir: Path, workers: int, servers: int, rule: str
 ) -> None:
     recipe = toy_recipe(optimizer=SGD(lr=0.05, momentum=0.9))
     result = train(
-        recipe, run_dir, discipline="sync", workers=workers, servers=servers, reduce=reduce, steps=8
+        recipe, run_dir, discipline="sync", workers=workers, servers=servers, rule=rule, steps=8
     )
     job = toy_job(recipe, workers=workers, steps=8)
     module = job.make_model().module
@@ -386,7 +386,7 @@ def test_sync_equals_one_step_on_the_joint_batch(
     for parts in zip(*(batches_of(job, rank) for rank in range(workers)), strict=True):
         joint = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         optimizer.zero_grad()
-        scale = workers if reduce == "sum" else 1
+        scale = workers if rule == "sum" else 1
         (cross_entropy(module, joint) * scale).backward()
         optimizer.step()
     for name, value in module.state_dict().items():

@@ -20,11 +20,13 @@ from typing import Any
 
 from offbeat.config import (
     FAULT_OPTIONS,
+    RULES_OF_SEVERAL,
     TrainConfig,
     convert,
     discipline_options,
     make_config,
     options,
+    rule_of,
     settings,
 )
 from offbeat.disciplines import BUILT_IN
@@ -130,8 +132,8 @@ class Grid:
             told["keep"] = KEEP_ALL  # until they are scored
         kind = make_config({"discipline": cell.discipline, "workers": MANY_WORKERS}).chosen.kind
         foreign = discipline_options() - {option.flag for option in kind.options}
-        if not kind.merges:
-            foreign.add("reduce")
+        if not kind.merges and rule_of(told) in RULES_OF_SEVERAL:
+            foreign.add("rule")
         told = {k: v for k, v in told.items() if k not in foreign}
         for name in FAULT_OPTIONS:
             if told.get(name):

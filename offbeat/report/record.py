@@ -422,7 +422,7 @@ def _discipline_of(described: Mapping[str, Any]) -> tuple[str, bool, int]:
     servers = int(config["servers"]) if facts.get("served", True) else 0
     if facts.get("variant"):
         return str(facts["variant"]), bool(facts["in_rounds"]), servers
-    names = {"discipline", "workers", "reduce", *discipline_options()}
+    names = {"discipline", "workers", "rule", *discipline_options()}
     made = make_config({k: v for k, v in config.items() if k in names and v is not None})
     return made.variant, made.chosen.kind.in_rounds, servers
 

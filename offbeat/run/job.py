@@ -50,13 +50,12 @@ from offbeat.flat import PROTOCOL, FlatModel, Manifest
 from offbeat.local_steps import Inner, LocalTowers
 from offbeat.optim import Length, Optimizer, Schedule, constant, schedule_name
 from offbeat.place import Place, at
-from offbeat.plugins import Choice, find
+from offbeat.plugins import Choice
 from offbeat.probing import Reach, reach_of
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import Recipe
 from offbeat.rows import rows_of
-from offbeat.rules import BUILT_IN as RULES
-from offbeat.rules import Rule
+from offbeat.rules import Rule, make_rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import shared_gpu
 from offbeat.run.initial import Initial, fill
@@ -392,7 +391,8 @@ class Job:
         return chosen.kind(range(self.config.workers), **chosen.values)
 
     def make_rule(self) -> Rule:
-        return find(self.config.reduce, RULES, Rule, "rule")()
+        each = self.make_discipline().gradients_per_update
+        return make_rule(self.config.rule, self.config.workers / each)
 
     def make_codec(self) -> Codec | None:
         """For a link of a worker's, or a session of a server's; None: there is nothing to code."""

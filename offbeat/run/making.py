@@ -41,6 +41,7 @@ from offbeat.flat import Manifest, describe
 from offbeat.optim import Optimizer, named_optimizer, schedule_name
 from offbeat.probing import Reach, check_rows, reach_of
 from offbeat.recipes.base import Recipe, accuracy, directions, metric_name, what_falls
+from offbeat.rules import make_rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import choose_engine
 from offbeat.run.initial import Initial, read_initial
@@ -53,9 +54,10 @@ from offbeat.shard import (
 )
 from offbeat.towers import CPU, find_devices
 
-OF_ROUNDS, OF_EACH = "nesterov:lr=0.7", "SGD:lr=1"
+OF_ROUNDS, OF_EACH, BESIDE_MOMENTUM = "nesterov:lr=0.7", "SGD:lr=1", "SGD:lr=0.7"
 """What servers have where workers take steps by themselves: for the mean of a round as DiLoCo's
-paper found it best, and for what single workers bring, where that momentum runs away."""
+paper found it best, for what single workers bring, where that momentum runs away, and where the
+rule has one."""
 NUM_LOOKED_AT = 2
 """Test examples that say which metric fits."""
 
@@ -141,6 +143,7 @@ def make_job(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
             "(--engine inproc) and compute on one GPU, one each, and no sparse gradients"
         )
+    _check_rule(job)
     job = dataclasses.replace(job, facts=_with_length(job, checkpoint))
     # a schedule that needs a length, or takes other arguments, says so now
     from_recipe("schedule", lambda: float(job.rates_of_recipe()[2].at(0)[0]["lr"]))
@@ -157,6 +160,20 @@ def check_servers(config: TrainConfig, manifest: Manifest) -> None:
         raise ConfigError(
             f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
             f"at least one; lower servers"
+        )
+
+
+def _check_rule(job: Job) -> None:
+    rule, members = job.make_rule(), job.optimizer.members
+    if rule.remembers and job.manifest.is_sparse:
+        raise ConfigError(
+            f"the rule {rule.name} keeps something for every element, and sparse gradients have "
+            f"some rows only: train with sparse=False"
+        )
+    if rule.has_momentum and any(member.options.get("momentum") for member in members):
+        raise ConfigError(
+            f"the rule {rule.name} has a momentum of its own: give the servers an optimizer "
+            f"without, as --optimizer sgd (with --local-steps: --outer-optimizer SGD:lr=0.7)"
         )
 
 
@@ -329,6 +346,8 @@ def _resolve_optimizers(config: TrainConfig, recipe: Recipe) -> tuple[Optimizer,
     if config.local_steps is None:
         return asked, None
     suggested = OF_ROUNDS if config.chosen.kind.in_rounds else OF_EACH
+    if make_rule(config.rule).has_momentum:
+        suggested = BESIDE_MOMENTUM
     outer = named_optimizer(config.outer_optimizer or suggested)
     if config.local_steps == 1 and asked.is_plain_sgd and not asked.groups:
         return outer.scaled(asked.options["lr"]), None

@@ -218,12 +218,12 @@ def test_a_grid_goes_seed_by_seed() -> None:
 
 
 def test_options_go_to_the_cells_that_they_are_for(tmp_path: Path) -> None:
-    options = {"reduce": "sum", "slow_worker": "1:3x,3:2x", "lr": 0.2}
+    options = {"rule": "sum", "slow_worker": "1:3x,3:2x", "lr": 0.2}
     grid = Grid("r", ("sync", "sync:1", "lock-free", "bounded:2"), (1, 2, 4), (1,), 1, options)
     configs, left_out = check_grid(grid, tmp_path)
     assert {(cell.discipline, cell.workers) for cell in left_out} == {("sync:1", 1)}
     by = {(cell.discipline, cell.workers): config for cell, config in configs.items()}
-    assert by["sync", 2].reduce == "sum" and by["lock-free", 2].reduce == "mean"
+    assert by["sync", 2].rule == "sum" and by["lock-free", 2].rule == "mean"
     assert by["sync:1", 4].backup_workers == 1 and by["bounded:2", 2].staleness == 2
     slow = [by["sync", n].slow_worker for n in (1, 2, 4)]
     assert slow == [None, "1:3x", "1:3x,3:2x"], "one worker alone is nobody's straggler"

@@ -339,7 +339,7 @@ def test_one_worker_that_is_held_up_is_no_measure(tmp_path: Path) -> None:
 
 
 def test_options_of_sync_alone_make_no_settings(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", discipline="sync", reduce="sum", gradients=20)
+    write_run(tmp_path / "a", discipline="sync", rule="sum", gradients=20)
     write_run(tmp_path / "b", discipline="bounded", gradients=20)
     grid = findings_of(tmp_path)
     assert len(grid.settings) == 1 and grid.variants == ["sync, sum", "bounded:1"]

@@ -158,7 +158,7 @@ class ChaosRun:
             "device": "cpu",
         }
         if plan.discipline == "sync":
-            options["reduce"] = "sum"  # the parameters are to count gradients, not rounds
+            options["rule"] = "sum"  # the parameters are to count gradients, not rounds
         config = make_config(options)
 
         def run() -> None:
