@@ -71,13 +71,13 @@ LR_SCALES: dict[str, Callable[[int], float]] = {
 TRACKERS = ("wandb", "mlflow", "trackio")
 LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
-FAULT_OPTIONS = ("slow_worker", "kill_worker")
+FAULT_OPTIONS = ("slow_worker", "kill_worker", "lying_worker")
 """Options that make a worker worse than it is."""
 PLUGINS = ("optimizer", "outer_optimizer", "rule")
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
 LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "rule", "backup_workers", "round_timeout"),
-    *("staleness", "threads", "worker_timeout", "max_restarts", "slow_worker", "kill_worker"),
+    *("staleness", "threads", "worker_timeout", "max_restarts", *FAULT_OPTIONS),
     *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track", "engine"),
     *RAY_OPTIONS,
 )
@@ -378,6 +378,9 @@ class TrainConfig:
     kill_worker: str | None = _option(
         None, text, "for trying it out: 1@200 has worker 1 killed when it is at step 200"
     )
+    lying_worker: str | None = _option(
+        None, text, "for trying it out: 1:-100x has worker 1 push its gradients times -100"
+    )
     run_dir: str | None = _option(
         None, text, "the run's folder; default: runs/<time>-<recipe>-<discipline>"
     )
@@ -445,9 +448,15 @@ class TrainConfig:
 
     @property
     def variant(self) -> str:
-        """The discipline and its options in a word, as titles and reports have it."""
-        rule = "" if self.rule == options()["rule"].default else f", {self.rule}"
-        return self.chosen.label + rule
+        """The discipline and what changes its updates in a word, as titles and reports have it."""
+        parts = [self.chosen.label]
+        if self.rule != options()["rule"].default:
+            parts.append(self.rule)
+        if self.local_steps is not None:
+            parts.append(f"{self.local_steps} local steps")
+        if self.overlap:
+            parts.append("overlap")
+        return ", ".join(parts)
 
     @property
     def batches_per_step(self) -> int:
@@ -491,6 +500,12 @@ class TrainConfig:
         """At which step workers are killed."""
         found = _by_rank("kill_worker", self.kill_worker, r"(\d+)@(\d+)", "1@200")
         return {rank: int(step) for rank, step in found.items()}
+
+    @property
+    def lies(self) -> dict[int, float]:
+        """What the gradients of each worker that lies are multiplied by."""
+        found = _by_rank("lying_worker", self.lying_worker, r"(\d+):(-?\d+(?:\.\d+)?)x", "1:-100x")
+        return {rank: float(factor) for rank, factor in found.items()}
 
     def validated(self) -> "TrainConfig":
         """The same in its resolved form, or a ConfigError that names what is wrong with it."""
@@ -695,13 +710,14 @@ def check_clipping(config: TrainConfig) -> None:
 
 
 def _check_injected(config: TrainConfig) -> None:
-    for name, found in (("slow_worker", config.slowdowns), ("kill_worker", config.kills)):
-        for rank, value in found.items():
+    found: tuple[Mapping[int, float], ...] = (config.slowdowns, config.kills, config.lies)
+    for name, by_rank in zip(FAULT_OPTIONS, found, strict=True):
+        for rank, value in by_rank.items():
             if rank >= config.workers:
                 raise ConfigError(
                     f"{name} names worker {rank}, but there are {config.workers}, counted from 0"
                 )
-            if value < 1:
+            if value < 1 and name != "lying_worker":
                 raise ConfigError(f"{name} must say 1 or more, not {value:g}")
     if config.kills and config.engine not in OF_PROCESSES:
         raise ConfigError(

@@ -62,6 +62,7 @@ def test_the_flags_are_frozen() -> None:
         "max_restarts",
         "slow_worker",
         "kill_worker",
+        "lying_worker",
         "run_dir",
         "data_dir",
         "eval_every",

@@ -133,6 +133,13 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         help="parameters of a recipe that is a function, each value in turn, as width=64,128",
     )
     parser.add_argument(
+        "--vary",
+        action="append",
+        metavar="NAME=LIST",
+        help="any of the options below, each value in turn, as rule=mean,dana:0.9 or "
+        "local_steps=default,8; default: as if it were not given",
+    )
+    parser.add_argument(
         "--seeds",
         metavar="N",
         type=_count,

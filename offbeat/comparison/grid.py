@@ -1,5 +1,5 @@
 """What a comparison compares: disciplines, numbers of workers and servers, parameters of the
-recipe, and seeds.
+recipe, options of train, and seeds.
 
 Used by runs.py and by the command line, which tells what is wrong before torch is loaded.
 
@@ -30,7 +30,7 @@ from offbeat.config import (
     settings,
 )
 from offbeat.disciplines import BUILT_IN
-from offbeat.errors import ConfigError, RunDirError
+from offbeat.errors import ConfigError, RunDirError, nearest
 from offbeat.plugins import Choice
 from offbeat.scripts import check_options
 
@@ -38,11 +38,16 @@ DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values() if 
 WORKERS = (1, 2)
 SERVERS = (1,)
 SEEDS = 3
-AXES = ("disciplines", "workers", "servers", "set", "seeds")
+AXES = ("disciplines", "workers", "servers", "set", "vary", "seeds")
+NAMED = ("set", "vary")
+"""Axes of several names, each with values of its own: the recipe's parameters, train's options."""
+LEFT_OUT = "default"
+"""As the value of an option that is varied: as if it were not given."""
 NOT_FOR_A_GRID = (
     *("discipline", *(kind.options[0].flag for kind in BUILT_IN.values() if kind.options)),
     *("workers", "servers", "set", "run_dir"),
 )
+NOT_VARIED = (*NOT_FOR_A_GRID, "recipe", "seed", "keep", "engine", *FAULT_OPTIONS)
 """Options of train that the axes stand in for: NAME:VALUE gives a discipline's first one."""
 KEEP_ALL = 1_000_000
 """Checkpoints."""
@@ -61,17 +66,22 @@ class Cell:
     servers: int
     seed: int
     set: tuple[tuple[str, Any], ...] = ()
+    vary: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
         discipline = re.sub(r"[^\w.-]+", "-", self.discipline.rpartition("/")[2])
         parts = [discipline, f"{self.workers}w", f"{self.servers}s"]
-        parts += [re.sub(r"[^\w.=-]+", "-", f"{name}={value}") for name, value in self.set]
+        parts += [
+            re.sub(r"[^\w.=-]+", "-", f"{name}={str(value).rpartition('/')[2]}")
+            for name, value in (*self.set, *self.vary)
+        ]
         return f"{'-'.join(parts)}/seed-{self.seed}"
 
     @property
     def words(self) -> str:
         parameters = "".join(f", {name} {value}" for name, value in self.set)
+        parameters += "".join(f", {name.replace('_', ' ')} {value}" for name, value in self.vary)
         workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
         servers = f"{self.servers} server{'s' * (self.servers > 1)}"
         return f"{self.discipline}, {workers}, {servers}{parameters}, seed {self.seed}"
@@ -94,6 +104,8 @@ class Grid:
     """train's other ones, as they were given."""
     set: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of the recipe's parameters, each in turn."""
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values of train's options, each in turn."""
     recipe_file: Mapping[str, Any] | None = None
     """Where the recipe was found, in a comparison that has begun."""
     script: Mapping[str, Any] | None = None
@@ -111,14 +123,11 @@ class Grid:
 
     def cells(self) -> list[Cell]:
         first = int(self.options.get("seed", 0))
-        chosen = [
-            tuple(zip(self.set, values, strict=True))
-            for values in itertools.product(*self.set.values())
-        ]
         return [
-            Cell(discipline, workers, servers, seed, parameters)
+            Cell(discipline, workers, servers, seed, parameters, varied)
             for seed in range(first, first + self.seeds)
-            for parameters in chosen
+            for parameters in _combined(self.set)
+            for varied in _combined(self.vary)
             for servers in self.servers
             for workers in self.workers
             for discipline in self.disciplines
@@ -128,6 +137,7 @@ class Grid:
         """The configuration of a cell; a ConfigError where there can be no such run."""
         told = {"eval_skipped": self.script is None, **self.options, "recipe": self.recipe}
         told |= {**dataclasses.asdict(cell), "set": dict(cell.set)}
+        varied = {k: v for k, v in told.pop("vary") if v != LEFT_OUT}
         if told["eval_skipped"]:
             told["keep"] = KEEP_ALL  # until they are scored
         kind = make_config({"discipline": cell.discipline, "workers": MANY_WORKERS}).chosen.kind
@@ -138,7 +148,7 @@ class Grid:
         for name in FAULT_OPTIONS:
             if told.get(name):
                 told[name] = _of_these(told[name], cell.workers)
-        return make_config(told, {"run_dir": str(out / cell.name)})
+        return make_config(told, varied, {"run_dir": str(out / cell.name)})
 
     @classmethod
     def load(cls, out: Path) -> "Grid":
@@ -151,6 +161,7 @@ class Grid:
                 seeds=found["seeds"],
                 options=found["options"],
                 set=found.get("set", {}),
+                vary=found.get("vary", {}),
                 recipe_file=found.get("recipe_file"),
                 script=found.get("script"),
             )
@@ -160,6 +171,13 @@ class Grid:
             ) from error
         except (ValueError, LookupError, TypeError) as error:
             raise RunDirError(f"{grid_file(out)} describes no comparison: {error!r}") from error
+
+
+def _combined(values: Mapping[str, Sequence[Any]]) -> list[tuple[tuple[str, Any], ...]]:
+    """Every choice of a value for each name."""
+    return [
+        tuple(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
+    ]
 
 
 def grid_file(out: Path) -> Path:
@@ -192,10 +210,11 @@ def make_grid(
         check_options([*plain, *(["set"] if axes.get("set") else [])])
     recipe = plain.pop("recipe", None) if script is None else Path(script["file"]).name
     given: dict[str, Any] = {
-        name: v if name == "seeds" else tuple(v) for name, v in axes.items() if name != "set"
+        name: v if name == "seeds" else tuple(v) for name, v in axes.items() if name not in NAMED
     }
-    if parameters := {**in_turn(plain.pop("set", {})), **in_turn(axes.get("set", {}))}:
-        given["set"] = parameters
+    for axis in NAMED:
+        if of_each := {**in_turn(axis, plain.pop(axis, {})), **in_turn(axis, axes.get(axis, {}))}:
+            given[axis] = of_each
     if resumed is None:
         return Grid(recipe or TrainConfig().recipe, **given, options=plain, script=script)
     before = Grid.load(resumed)
@@ -206,30 +225,41 @@ def make_grid(
     return merge(before, now)
 
 
-def in_turn(given: Any) -> dict[str, tuple[Any, ...]]:
-    """The values of each parameter: one or several, of a flag as NAME=VALUE,VALUE."""
+BETWEEN = re.compile(r",(?![^\[(]*[\])])")
+"""A comma, but none within brackets."""
+
+
+def in_turn(axis: str, given: Any) -> dict[str, tuple[Any, ...]]:
+    """The values of each name: one or several, of a flag as NAME=VALUE,VALUE."""
     try:
         found = settings(given)
     except (TypeError, ValueError):
-        raise ConfigError(f"set must be of the form NAME=VALUE,VALUE, not {given!r}") from None
+        raise ConfigError(f"{axis} must be of the form NAME=VALUE,VALUE, not {given!r}") from None
     if not isinstance(given, Mapping):
-        found = {name: [part.strip() for part in text.split(",")] for name, text in found.items()}
+        found = {
+            name: [part.strip() for part in BETWEEN.split(text)] for name, text in found.items()
+        }
+    if axis == "vary":
+        found = {name.replace("-", "_"): values for name, values in found.items()}
     return {
         name: tuple(values) if isinstance(values, list | tuple) else (values,)
         for name, values in found.items()
     }
 
 
-def _more_values(before: Grid, given: Grid) -> dict[str, tuple[Any, ...]]:
-    """Of the same parameters; a cell of before must still be one."""
-    for name in given.set:
-        if name not in before.set:
+def _more_values(axis: str, before: Grid, given: Grid) -> dict[str, tuple[Any, ...]]:
+    """Of the same names; a cell of before must still be one."""
+    was, now = getattr(before, axis), getattr(given, axis)
+    for name in now:
+        if name not in was:
+            participle = "set" if axis == "set" else "varied"
             raise ConfigError(
-                f"{name} was not set when the comparison began: begin another one, to compare it"
+                f"{name} was not {participle} when the comparison began: begin another one, to "
+                f"compare it"
             )
     return {
-        name: tuple({str(v): v for v in (*given.set.get(name, ()), *values)}.values())
-        for name, values in before.set.items()
+        name: tuple({str(v): v for v in (*now.get(name, ()), *values)}.values())
+        for name, values in was.items()
     }
 
 
@@ -253,10 +283,8 @@ def merge(before: Grid, given: Grid) -> Grid:
     changed = {k: v for k, v in given.options.items() if k in MAY_DIFFER}
     seeds = max(before.seeds, given.seeds)
     merged = {**before.options, **changed}
-    parameters = _more_values(before, given)
-    return dataclasses.replace(
-        before, **axes, seeds=seeds, options=merged, set=parameters, recipe_file=file
-    )
+    axes |= {axis: _more_values(axis, before, given) for axis in NAMED}
+    return dataclasses.replace(before, **axes, seeds=seeds, options=merged, recipe_file=file)
 
 
 def _check_script(before: Grid, given: Grid) -> None:
@@ -293,6 +321,7 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
             raise ConfigError(
                 f"{name} is not an option of a comparison, whose own are {', '.join(AXES)}"
             )
+    _check_varied(grid)
     if grid.seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {grid.seeds}")
     known: dict[tuple[Any, ...], str] = {}
@@ -309,7 +338,7 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
     make_config({k: v for k, v in injected.items() if v is not None}, {"workers": most})
     cells = grid.cells()
     if len({cell.name for cell in cells}) < len(cells):
-        raise ConfigError("two values of a parameter have the same name: name one of them")
+        raise ConfigError("two values of a name are written alike: give one of them")
     for cell in cells:
         try:
             configs[cell] = grid.config(cell, out)
@@ -318,3 +347,18 @@ def check_grid(grid: Grid, out: Path) -> tuple[dict[Cell, TrainConfig], dict[Cel
     if not configs:
         raise ConfigError(next(iter(left_out.values()), "there is nothing to compare"))
     return configs, left_out
+
+
+def _check_varied(grid: Grid) -> None:
+    for name, values in grid.vary.items():
+        if name in grid.options:
+            raise ConfigError(f"{name} is varied, and {grid.options[name]} besides: say it once")
+        if name in NOT_VARIED:
+            raise ConfigError(f"{name} is none of the options that can be varied")
+        if name not in options():
+            raise ConfigError(f"unknown option {name!r} to vary; {nearest(name, options())}")
+        if grid.script is not None:
+            check_options([name])
+        for value in values:
+            if value != LEFT_OUT:
+                convert(name, value)

@@ -61,6 +61,7 @@ def compare(
     workers: Sequence[int] | None = None,
     servers: Sequence[int] | None = None,
     set: Mapping[str, Any] | None = None,
+    vary: Mapping[str, Any] | None = None,
     seeds: int | None = None,
     out: str | Path | None = None,
     target: Target | None = None,
@@ -69,7 +70,8 @@ def compare(
 ) -> Comparison:
     """Train `recipe` in every cell of the grid, and write OUT/report.html and OUT/report.md.
 
-    `set`: values of the recipe's parameters, as {"width": [64, 128]}. `seeds` is how many;
+    `set`: values of the recipe's parameters, as {"width": [64, 128]}; `vary`: of train's options,
+    as {"rule": ["mean", "dana"]}. `seeds` is how many;
     `options` are train's other flags by name; what is not given is as in the command. `target`:
     what is good enough, as 0.9, or ("top5", 0.9) by another metric. `resume`:
     keep what has finished in `out`. A cell that fails is told in the result, and does not stop the
@@ -80,7 +82,7 @@ def compare(
         raise ConfigError("resume goes on with a comparison: say in which folder it is (out)")
     name, options = named(recipe, options)
     axes: dict[str, Any] = {"disciplines": disciplines, "workers": workers, "servers": servers}
-    axes |= {"set": set, "seeds": seeds}
+    axes |= {"set": set, "vary": vary, "seeds": seeds}
     grid = make_grid(
         {**options, "recipe": name},
         {axis: value for axis, value in axes.items() if value is not None},

@@ -170,6 +170,7 @@ class Loop:
         present = self._take_gradient()
         _, is_usable = self._towers.wait()
         self._faults.computed(self._since_s, 0.0)
+        self._faults.pushing(slot.values for slot in self._exchange.gradient_slots)
         pushed_s = self._seat.clock()
         with self._ends():
             self._exchange.push(

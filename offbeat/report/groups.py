@@ -29,7 +29,7 @@ NOT_COMPARED = {
     *("seed", "run_dir", "data_dir", "quiet", "keep", "tensorboard", "summary_every", "log_every"),
     *("eval_every", "eval_skipped", "checkpoint_every", "keep_best", "track"),
     # these make the variant
-    *("discipline", "rule", *discipline_options()),
+    *("discipline", "rule", "local_steps", "overlap", *discipline_options()),
 }
 MAX_POINTS = 30
 """Of a mean curve."""

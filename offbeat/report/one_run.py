@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from offbeat.config import FAULT_OPTIONS
 from offbeat.report.document import (
     METRIC_LIMITS,
     Document,
@@ -99,7 +100,7 @@ def _figures(record: Record, reached: tuple[str, str] | None) -> Section:
                 percent(clipped),
             )
         )
-    options = ("slow_worker", "kill_worker", "lr", "batch_size", "epochs", "steps", "split")
+    options = (*FAULT_OPTIONS, "lr", "batch_size", "epochs", "steps", "split")
     rows += [
         (f"--{name.replace('_', '-')}", str(record.config[name]))
         for name in options

@@ -1,4 +1,5 @@
-"""Slow and dying workers, injected where they would happen: --slow-worker and --kill-worker.
+"""Slow, dying and lying workers, injected where they would happen: --slow-worker, --kill-worker
+and --lying-worker.
 
 A worker tells its faults where it is; in an ordinary run there are none, and nothing happens.
 """
@@ -6,7 +7,10 @@ A worker tells its faults where it is; in an ordinary run there are none, and no
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
 
 from offbeat.config import TrainConfig
 
@@ -21,18 +25,24 @@ class Faults:
         """A gradient was computed since `start_s`, on a batch that took `prepare_s`; it was not yet
         pushed."""
 
+    def pushing(self, gradient: Iterable[Tensor]) -> None:
+        """These, each for a server, are about to be pushed."""
+
 
 class InjectedFaults(Faults):
     def __init__(
         self,
         slowdown: float,
         dies_at: int | None,
+        factor: float,
         clock: Callable[[], float],
         stop: threading.Event,
     ) -> None:
-        """`slowdown`: how many times as long everything takes; `dies_at`: at which step."""
+        """`slowdown`: how many times as long everything takes; `dies_at`: at which step; `factor`:
+        by what gradients are multiplied."""
         self._slowdown = slowdown
         self._dies_at = dies_at
+        self._factor = factor
         self._clock = clock
         self._stop = stop
 
@@ -46,6 +56,14 @@ class InjectedFaults(Faults):
         own_s = self._clock() - start_s + prepare_s
         self._stop.wait((self._slowdown - 1) * own_s)
 
+    def pushing(self, gradient: Iterable[Tensor]) -> None:
+        if self._factor == 1:
+            return
+        for values in gradient:
+            values.mul_(self._factor)
+            if values.is_cuda:  # what marks it as there was set before
+                torch.cuda.current_stream(values.device).synchronize()
+
 
 def make_faults(
     config: TrainConfig,
@@ -58,6 +76,7 @@ def make_faults(
     """What the options say of this worker; one that was started again does not die again."""
     slowdown = config.slowdowns.get(rank, 1.0)
     dies_at = None if incarnation else config.kills.get(rank)
-    if slowdown == 1 and dies_at is None:
+    factor = config.lies.get(rank, 1.0)
+    if slowdown == factor == 1 and dies_at is None:
         return Faults()
-    return InjectedFaults(slowdown, dies_at, clock, stop)
+    return InjectedFaults(slowdown, dies_at, factor, clock, stop)

@@ -223,6 +223,7 @@ class Worker:
         step.compute_s = computed_s - step.start_s - step.prepare_s - step.waited_s
         if self._overlaps:  # what the last exchange brought, before the next one's may come
             self._take_in()
+        self._faults.pushing(slot.values for slot in self._exchange.gradient_slots)
         self._exchange.push(self.step, present, versions, void=not is_usable)
         self._under_way, step.pushed_s = step, computed_s
         if not is_told:  # prepared while the exchange is under way

@@ -95,6 +95,52 @@ def test_a_flag_has_the_values_of_a_parameter_in_turn() -> None:
         make_grid({}, {"set": ["width"]})
 
 
+def test_options_of_train_are_an_axis(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    small = {**SMALL, "workers": [2], "seeds": 1, "steps": 2}
+    vary = {"rule": ["mean", "median"], "local-steps": ["default", 2]}
+    done = offbeat.compare("toy:recipe", vary=vary, out=out, **small)
+    assert sorted(done.summaries) == [
+        f"{discipline}-2w-1s-rule={rule}-local_steps={steps}/seed-0"
+        for discipline, rules in (("lock-free", ["mean"]), ("sync", ["mean", "median"]))
+        for rule in rules
+        for steps in (2, "default")
+    ]
+    text = (out / "report.md").read_text()
+    for variant in ("sync, median, 2 local steps", "lock-free, 2 local steps", "sync, median"):
+        assert f"| {variant} |" in text, "in one table"
+    more = offbeat.compare("toy:recipe", vary={"rule": "dana:0.5"}, out=out, resume=True)
+    assert len(more.summaries) == 10
+    with pytest.raises(ConfigError, match="lr was not varied when the comparison began"):
+        offbeat.compare("toy:recipe", vary={"lr": 1}, out=out, resume=True)
+
+
+def test_what_is_varied_is_written_with_commas_outside_of_brackets() -> None:
+    given = make_grid({}, {"vary": ["optimizer=adamw:betas=[0.9,0.95], sgd", "local-steps=8"]})
+    assert given.vary == {
+        "optimizer": ("adamw:betas=[0.9,0.95]", "sgd"),
+        "local_steps": ("8",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "vary", "message"),
+    [
+        ({"lr": 1.0}, {"lr": (1, 2)}, "lr is varied, and 1.0 besides: say it once"),
+        ({}, {"workers": (1, 2)}, "workers is none of the options that can be varied"),
+        ({}, {"rul": ("mean",)}, "unknown option 'rul' to vary; did you mean 'rule'"),
+        ({}, {"local_steps": ("x",)}, "local_steps must be a whole number"),
+        ({}, {"rule": ("man",)}, "unknown rule 'man'; did you mean 'mean'"),
+        ({}, {"rule": ("a:b", "a-b")}, "two values of a name are written alike"),
+    ],
+)
+def test_what_cannot_be_varied_is_refused(
+    options: dict[str, Any], vary: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_grid(Grid("r", ("sync",), (2,), (1,), 1, options, vary=vary), tmp_path)
+
+
 def test_with_the_same_seed_weights_and_data_are_the_same(tmp_path: Path) -> None:
     batches: list[float] = []
 
@@ -475,6 +521,8 @@ def test_a_pipe_gets_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> 
         ({"kill_worker": "1@0"}, "must say 1 or more"),
         ({"kill_worker": "1:200"}, "must be of the form 1@200"),
         ({"kill_worker": "1@2", "engine": "inproc"}, "needs the engine local"),
+        ({"lying_worker": "2:-3x"}, "names worker 2, but there are 2, counted from 0"),
+        ({"lying_worker": "1:-3"}, "must be of the form 1:-100x, not '1:-3'"),
     ],
 )
 def test_what_cannot_be_injected_is_refused(given: dict[str, Any], message: str) -> None:
@@ -517,8 +565,13 @@ class Watched(threading.Event):
 
 
 @pytest.mark.parametrize(
-    ("rank", "incarnation", "waits", "killed"),
-    [(0, 0, [], False), (1, 0, [6.0], True), (1, 1, [6.0], False), (2, 0, [0.0], True)],
+    ("rank", "incarnation", "waits", "killed", "pushed"),
+    [
+        (0, 0, [], False, 2.0),
+        (1, 0, [6.0], True, 2.0),
+        (1, 1, [6.0], False, 2.0),
+        (2, 0, [0.0], True, -20.0),
+    ],
 )
 def test_faults_are_injected_into_the_workers_that_are_named_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
@@ -526,11 +579,19 @@ def test_faults_are_injected_into_the_workers_that_are_named_and_no_other(
     incarnation: int,
     waits: list[float],
     killed: bool,
+    pushed: float,
 ) -> None:
     """By what they did themselves: computing from 1 s to 2 s, and 2 s of preparing before."""
     kills: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: kills.append((pid, number)))
-    config = make_config({"workers": 3, "slow_worker": "1:3x", "kill_worker": "1@30,2@30"})
+    config = make_config(
+        {
+            "workers": 3,
+            "slow_worker": "1:3x",
+            "kill_worker": "1@30,2@30",
+            "lying_worker": "2:-10x",
+        }
+    )
     stop = Watched()
     faults = make_faults(config, rank, incarnation, clock=lambda: 2.0, stop=stop)
     for step in (29, 31):
@@ -540,6 +601,9 @@ def test_faults_are_injected_into_the_workers_that_are_named_and_no_other(
     assert kills == ([(os.getpid(), signal.SIGKILL)] if killed else [])
     faults.computed(1.0, prepare_s=2.0)
     assert stop.waits == waits
+    gradient = [torch.full((3,), 2.0), torch.full((1,), 2.0)]
+    faults.pushing(gradient)
+    assert torch.cat(gradient).tolist() == [pushed] * 4
 
 
 @pytest.mark.slow
