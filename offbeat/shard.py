@@ -11,7 +11,7 @@ Parameters that are views ("aliases") of the slice. Called by roles/sessions.py;
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ class Begun:
     """For each tensor of the manifest, whether it has a gradient; None: all have."""
     ids: Ids | None = None
     """Which rows of sparse tensors it has; None: the shard has no such tensor."""
+    memory: Mapping[str, Tensor] | None = None
+    """What the rule remembered before, where the update may be cancelled."""
 
 
 def partition(num_elements: int, num_slices: int) -> list[tuple[int, int]]:
@@ -356,12 +358,14 @@ class Updater:
         version = next(shard.tickets)
         self.num_begun += 1
         staleness = [version - 1 - gradient.base_version for gradient in gradients]
-        ids = None
+        ids = memory = None
+        if shard.joint_clip is not None and shard.rule.remembers:
+            memory = {name: vector.clone() for name, vector in shard.rule.state().items()}
         if shard.rows is None:
             values = shard.rule(gradients, staleness, shard.params, self._out)
         else:
             values, ids = self._join_rows(shard.rows, gradients, staleness)
-        return Begun(version, gradients, values, _joint_mask(gradients), ids)
+        return Begun(version, gradients, values, _joint_mask(gradients), ids, memory)
 
     def measure(self, begun: "Begun") -> tuple[list[int], Arriving]:
         """The tensors that an update has a gradient of, and the norm of each one's part here."""
@@ -380,6 +384,8 @@ class Updater:
         """It does not go in: the next one to begin makes its version."""
         self.shard.tickets = itertools.count(begun.version)
         self.num_begun -= 1
+        if begun.memory is not None:
+            self.shard.rule.load(begun.memory)
 
     def end(self, begun: "Begun", norm: float | None = None) -> int:
         """The second half; `norm` is that of all servers' slices, where the shard needs it.

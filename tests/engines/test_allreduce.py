@@ -118,7 +118,7 @@ def test_it_learns_what_sync_learns_to_within_rounding(
 
 @pytest.mark.parametrize(
     "options",
-    [{"clip_norm": 0.3}, {"clip_value": 0.01}, {"accumulate": 2}, {"reduce": "sum", "lr": 0.01}],
+    [{"clip_norm": 0.3}, {"clip_value": 0.01}, {"accumulate": 2}, {"rule": "sum", "lr": 0.01}],
 )
 def test_so_it_does_with_whatever_makes_a_gradient_another_one(
     train: Train, options: dict[str, Any]
@@ -176,7 +176,7 @@ def test_a_rate_that_goes_by_scores_falls_everywhere(train: Train) -> None:
         ({"round_timeout": 1.0}, "round_timeout belongs to the discipline sync"),
         ({"staleness": 1.0}, "staleness belongs to the discipline bounded"),
         ({"discipline": "allreduce:1"}, "allreduce takes no number behind its name"),
-        ({"reduce": "a.b:Rule"}, "reduce must be mean or sum"),
+        ({"rule": "a.b:Rule"}, "rule must be mean or sum"),
     ],
 )
 def test_what_takes_servers_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:
