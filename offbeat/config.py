@@ -711,11 +711,12 @@ def check_clipping(config: TrainConfig) -> None:
 
 def _check_injected(config: TrainConfig) -> None:
     found: tuple[Mapping[int, float], ...] = (config.slowdowns, config.kills, config.lies)
+    most = config.most_workers or config.workers
     for name, by_rank in zip(FAULT_OPTIONS, found, strict=True):
         for rank, value in by_rank.items():
-            if rank >= config.workers:
+            if rank >= most:
                 raise ConfigError(
-                    f"{name} names worker {rank}, but there are {config.workers}, counted from 0"
+                    f"{name} names worker {rank}, but there are {most}, counted from 0"
                 )
             if value < 1 and name != "lying_worker":
                 raise ConfigError(f"{name} must say 1 or more, not {value:g}")

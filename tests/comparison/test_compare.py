@@ -516,6 +516,10 @@ def test_a_pipe_gets_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> 
     ("given", "message"),
     [
         ({"slow_worker": "2:3x"}, "names worker 2, but there are 2, counted from 0"),
+        (
+            {"slow_worker": "4:3x", "workers": "2..4", "engine": "ray"},
+            "names worker 4, but there are 4, counted from 0",
+        ),
         ({"slow_worker": "1:0.5x"}, "must say 1 or more, not 0.5"),
         ({"slow_worker": "1:3"}, "must be of the form 1:3x, not '1:3'"),
         ({"kill_worker": "1@0"}, "must say 1 or more"),

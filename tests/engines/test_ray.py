@@ -154,7 +154,8 @@ def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
     """Nodes that are larger than those where the command is, so that it is on one of these."""
     large = [nodes.add(CPUS_EACH + 1) for _ in range(2)]
     each = ("--cpus-per-worker", str(CPUS_EACH + 1))
-    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "400", *each, *SLOWLY)
+    slowly = ("--slow-worker", "0:20x", "--checkpoint-every", "20")
+    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "400", *each, *slowly)
     run.wait_for_steps(40, 0)
     there = run.placed()["master-0"]["node"]
     assert there in large
