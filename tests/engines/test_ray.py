@@ -151,11 +151,12 @@ def test_the_death_of_the_command_ends_the_run_and_resume_goes_on(
 
 
 def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
-    """Nodes that are larger than those where the command is, so that it is on one of these."""
-    large = [nodes.add(CPUS_EACH + 1) for _ in range(2)]
+    """Nodes that are larger than those where the command is, so that it is on one of these; each
+    has room for the server besides, so that the other one is large enough wherever that is."""
+    large = [nodes.add(CPUS_EACH + 2) for _ in range(2)]
     each = ("--cpus-per-worker", str(CPUS_EACH + 1))
     slowly = ("--slow-worker", "0:20x", "--checkpoint-every", "20")
-    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "400", *each, *slowly)
+    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "200", *each, *slowly)
     run.wait_for_steps(40, 0)
     there = run.placed()["master-0"]["node"]
     assert there in large
@@ -164,7 +165,7 @@ def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
     assert "the master died with its node: starting it again" in run.text()
     assert run.placed()["master-0"]["node"] in large
     assert run.summary()["status"] == "finished"
-    assert run.summary()["kept"][0]["applied"] == 400
+    assert run.summary()["kept"][0]["applied"] == 200
 
 
 PROGRAM = """
