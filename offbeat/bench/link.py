@@ -4,8 +4,9 @@
 
 listens at as many ports as there are workers, writes them as a line of JSON, and passes on what
 comes there to the server, and what the server answers. The rate is that of the server's own link:
-all of them share it, each way by itself; the delay is that of one way. It ends with its input.
-`offbeat bench links` uses it (links.py); it takes no rights, unlike the kernel's own means.
+all of them share it, each way by itself; the delay is that of one way. It ends with its input, and
+then writes how many bytes went there and back, as a second line. `offbeat bench links` uses it
+(linked.py); it takes no rights, unlike the kernel's own means.
 """
 
 import argparse
@@ -28,9 +29,12 @@ class Wire:
     delay_s: float = 0.0
     free_s: float = 0.0
     """When all that was sent so far will have left."""
+    num_bytes: int = 0
+    """Sent so far."""
 
     def send(self, num_bytes: int, now_s: float) -> float:
         """When the last of so many bytes arrives, which are sent now."""
+        self.num_bytes += num_bytes
         self.free_s = max(self.free_s, now_s) + num_bytes / self.bytes_per_s
         return self.free_s + self.delay_s
 
@@ -105,6 +109,7 @@ def main() -> None:
     host, _, port = known.to.rpartition(":")
     there, back = (Wire(known.mbit * 125_000, known.delay_ms / 1000) for _ in range(2))
     asyncio.run(link(host, int(port), there, back, known.count, known.at))
+    print(json.dumps([there.num_bytes, back.num_bytes]), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def test_bytes_arrive_as_they_were_sent_and_an_end_is_passed_on() -> None:
                 assert connection.recv(64) == b"thanks"
                 assert connection.recv(64) == b"", "it is over there, and so here"
             taker.join()
-            link.communicate(timeout=30)
+            output, _ = link.communicate(timeout=30)
             assert link.returncode == 0
+            assert json.loads(output) == [len(sent), len(b"thanks")]
     assert received == sent
