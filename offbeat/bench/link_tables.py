@@ -199,6 +199,13 @@ def panels(found: Sequence[Found], goal: Goal) -> list[Panel]:
 
 def put_into(page: Path, lines: Sequence[str]) -> None:
     """Have a page say what the command says, between its two marks."""
+    before, after = around(page)
+    block = "".join(f"    {line}".rstrip() + "\n" for line in lines)
+    page.write_text(f"{before}\n{block}\n{after}", encoding="utf-8")
+
+
+def around(page: Path) -> tuple[str, str]:
+    """What stands above and below the figures, the marks included."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -207,5 +214,4 @@ def put_into(page: Path, lines: Sequence[str]) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ConfigError(f"{page} has no lines {BEGIN} and {END}, between which figures go")
-    block = "".join(f"    {line}".rstrip() + "\n" for line in lines)
-    page.write_text(f"{before}{begin}\n{block}\n{end}{after}", encoding="utf-8")
+    return before + begin, end + after

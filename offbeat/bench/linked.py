@@ -73,18 +73,25 @@ class Link:
         is_there, _, _ = select.select([self._child.stdout], [], [], TIMEOUT_S)
         line = self._child.stdout.readline() if is_there else ""
         if not line:
-            self._child.kill()
-            self._child.communicate(timeout=TIMEOUT_S)
-            raise RunError("the link does not come: python -m offbeat.bench.link has ended")
+            self._kill()
+            raise RunError("the link does not come: python -m offbeat.bench.link says no port")
         return int(json.loads(line)[0])
 
     def close(self) -> None:
         try:
             output, _ = self._child.communicate(timeout=TIMEOUT_S)  # its input ends
-            there, back = json.loads(output)
-            self.num_bytes = (there, back)
+        except subprocess.TimeoutExpired:
+            output = ""
         finally:
-            self._child.kill()
+            self._kill()
+        if not output:
+            raise RunError("the link, python -m offbeat.bench.link, was gone before the run was")
+        there, back = json.loads(output)
+        self.num_bytes = (there, back)
+
+    def _kill(self) -> None:
+        self._child.kill()
+        self._child.communicate(timeout=TIMEOUT_S)
 
 
 class LinkedEngine(LocalEngine):
@@ -147,7 +154,6 @@ def train_over(
     network: Network, config: TrainConfig, forks: ForkServer | None, *, limit_s: float
 ) -> Trip:
     """Train for so long, once everybody is there, or until it is through."""
-
     job = make_job(config, load_recipe(config.recipe))
     folder = create_run_folder(job.config)
     described = describe_run(

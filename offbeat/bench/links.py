@@ -26,6 +26,8 @@ from offbeat.run.rundir import RunFolder
 GRID = "links.json"
 SILENCE_S = 300.0
 """A large push over a slow link holds up what comes after it, heartbeats too."""
+FEWEST_PUSHES = 8
+"""From one score to the next: the checkpoint for it crosses the link as a reply does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,10 @@ class Plan:
     data_dir: str
 
     def config(self, cell: Cell, run_dir: Path) -> TrainConfig:
-        """A push stands for so many batches as it has local steps: it is scored as often as ever,
-        by the number of batches."""
-        every = max(1, round(self.eval_every / cell.batches_per_gradient))
-        fixed = {"threads": 1, "max_restarts": 0, "quiet": True, "device": "cpu", "keep": 1}
+        """A push stands for as many batches as it has local steps, and a score for as many batches
+        as ever, as far as the link is not to be full of checkpoints."""
+        every = max(FEWEST_PUSHES, round(self.eval_every / cell.batches_per_gradient))
+        fixed = {"threads": 1, "max_restarts": 0, "quiet": True, "device": "cpu"}
         fixed |= {"engine": "local", "worker_timeout": SILENCE_S, "eval_every": every}
         mine = {"recipe": self.model, "workers": self.workers, "data_dir": self.data_dir}
         here = {"seed": cell.seed, "run_dir": str(run_dir)}
@@ -72,6 +74,8 @@ def links(
     plan, folder = Plan(**options), Path(out)
     networks = [Network(mbit=mbit, delay_ms=delay) for mbit in rates for delay in delays]
     wanted = chosen(make_cells(networks, settings, seeds), cells)
+    if show and not folder.is_dir():
+        raise RunDirError(f"there are no cells in {out}: there is no such folder")
     with _claimed(folder, plan):
         failed = {} if show else _fill(folder, plan, wanted)
         goal = Goal(target=target, limit_s=plan.limit)
@@ -114,6 +118,8 @@ def _fill(folder: Path, plan: Plan, cells: Sequence[Cell]) -> dict[str, str]:
     for cell in missing:  # what is wrong with a setting shows before anything runs
         plan.config(cell, folder)
     failed: dict[str, str] = {}
+    if not missing:
+        return failed
     with fork_server("local") as forks:
         for number, cell in enumerate(missing, start=1):
             try:

@@ -514,6 +514,8 @@ def _bench_links(known: argparse.Namespace) -> int:
     with signals_as_ctrl_c():
         from offbeat.bench import link_tables, links
 
+        if known.into is not None:
+            link_tables.around(Path(known.into))  # what is wrong with it shows before anything runs
         lines = links.links(**given)
         print(*lines, sep="\n")
         if known.into is not None:

@@ -428,12 +428,12 @@ def _add_bench_links(parser: argparse.ArgumentParser) -> None:
         ("cells", str, "", "only those like these, as '10mbit-*' or '*-overlap-0'"),
     ):
         told = f"{text} (default: {default or 'all of them'})"
-        of = default or []  # a text is read as one that is given
+        of: str | list[str] = default or []  # a text is read as one that is given
         parser.add_argument(f"--{name}", metavar="LIST", type=_several(kind), default=of, help=told)
     for name, metavar, counted, number, text in (
         ("workers", "N", _count, 4, "beside one server"),
         ("seeds", "N", _count, 1, "runs of each cell"),
-        ("eval-every", "N", _count, 400, "batches between two scores"),
+        ("eval-every", "N", _count, 100, "batches between two scores, but 8 pushes at least"),
         ("limit", "S", _size, 60.0, "seconds of training that a cell may take"),
         ("target", "X", _number, 0.8, "the score that is good enough"),
     ):
