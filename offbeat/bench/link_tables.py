@@ -31,7 +31,7 @@ class Found:
 
     @property
     def has_diverged(self) -> bool:
-        return "diverged" in self.figures
+        return bool(self.figures.get("diverged"))
 
     def number(self, name: str) -> float | None:
         value = self.figures.get(name)
@@ -50,7 +50,10 @@ class Goal:
     limit_s: float
 
     def time_s(self, found: Found) -> float | None:
-        """Seconds of training until a score was as good as that; None: none was."""
+        """Seconds of training until a score was as good as that; None: none was, or the run came to
+        nothing in the end."""
+        if found.has_diverged:
+            return None
         most = found.figures.get("higher_is_better") is not False
         for at_s, _, score in found.figures.get("curve", ()):
             if score >= self.target if most else score <= self.target:
@@ -155,7 +158,7 @@ def _line(
         median(lambda run: run.number("batches_per_s"), short),
         _to_target(runs, goal),
         median(lambda run: kept(run, goal, beside), "{:.2f}".format),
-        median(lambda run: run.number("final"), "{:.3f}".format),
+        median(lambda run: None if run.has_diverged else run.number("final"), "{:.3f}".format),
         median(lambda run: run.kb_per_batch("up"), short),
         median(lambda run: run.kb_per_batch("down"), short),
         median(lambda run: run.number("waited"), "{:.0%}".format),

@@ -22,7 +22,7 @@ from offbeat.bench.processes import TIMEOUT_S
 from offbeat.config import TrainConfig
 from offbeat.engines.forkserver import ForkServer
 from offbeat.engines.local import LocalEngine
-from offbeat.errors import RunError
+from offbeat.errors import NonFiniteLossError, RunError
 from offbeat.recipes.base import directions, load_recipe, metric_name
 from offbeat.report.record import Record, read_run
 from offbeat.report.summary import summarise
@@ -47,6 +47,8 @@ class Trip:
     up: int
     """To the server."""
     down: int
+    diverged: bool = False
+    """Its loss was no number any more."""
 
 
 class Link:
@@ -174,14 +176,16 @@ def train_over(
             lock=lock,
             forks=forks,
         )
-        engine.run()
+        with contextlib.suppress(NonFiniteLossError):  # which is what came of it
+            engine.run()
     folder.write_json(folder.summary, summarise(folder.path))
     if engine.is_hung:
         raise RunError(f"the run did not end within {MOST_S:g} s; its logs are in {folder.logs}")
     if engine.interrupted:
         raise KeyboardInterrupt  # the engine took it for a wish to end that run well
     up, down = link.num_bytes
-    return Trip(record=read_run(folder.path), up=up, down=down)
+    diverged = any(isinstance(failure, NonFiniteLossError) for failure in engine.failures)
+    return Trip(record=read_run(folder.path), up=up, down=down, diverged=diverged)
 
 
 @contextlib.contextmanager

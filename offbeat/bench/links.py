@@ -6,6 +6,7 @@ the grid can be filled part by part, and be shown at any time (link_tables.py).
 """
 
 import contextlib
+import dataclasses
 import math
 import shutil
 import sys
@@ -20,14 +21,15 @@ from offbeat.bench.linked import Trip, train_over
 from offbeat.bench.tables import machine, short
 from offbeat.config import TrainConfig, make_config
 from offbeat.engines.forkserver import ForkServer, fork_server
-from offbeat.errors import ConfigError, NonFiniteLossError, OffbeatError, RunDirError
+from offbeat.errors import ConfigError, OffbeatError, RunDirError
 from offbeat.run.rundir import RunFolder
 
 GRID = "links.json"
 SILENCE_S = 300.0
 """A large push over a slow link holds up what comes after it, heartbeats too."""
 FEWEST_PUSHES = 8
-"""From one score to the next: the checkpoint for it crosses the link as a reply does."""
+"""From one score to the next: the checkpoint for it crosses the link as a reply does. In rounds
+there are as many pushes at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,15 @@ class Plan:
     def config(self, cell: Cell, run_dir: Path) -> TrainConfig:
         """A push stands for as many batches as it has local steps, and a score for as many batches
         as ever, as far as the link is not to be full of checkpoints."""
-        every = max(FEWEST_PUSHES, round(self.eval_every / cell.batches_per_gradient))
         fixed = {"threads": 1, "max_restarts": 0, "quiet": True, "device": "cpu"}
-        fixed |= {"engine": "local", "worker_timeout": SILENCE_S, "eval_every": every}
+        fixed |= {"engine": "local", "worker_timeout": SILENCE_S}
         mine = {"recipe": self.model, "workers": self.workers, "data_dir": self.data_dir}
         here = {"seed": cell.seed, "run_dir": str(run_dir)}
-        return make_config(fixed, mine, here, cell.options)
+        config = make_config(fixed, mine, here, cell.options)
+        pushes = max(FEWEST_PUSHES, round(self.eval_every / cell.batches_per_gradient))
+        in_rounds = config.chosen.kind.in_rounds
+        every = max(1, pushes // self.workers) if in_rounds else pushes
+        return dataclasses.replace(config, eval_every=every)
 
     def kept(self) -> dict[str, Any]:
         """By which a folder is known again."""
@@ -137,10 +142,7 @@ def _run(folder: Path, plan: Plan, cell: Cell, forks: ForkServer | None) -> Mapp
     run_dir = folder / "runs" / cell.name
     shutil.rmtree(run_dir, ignore_errors=True)  # of one that failed, or was interrupted
     config = plan.config(cell, run_dir)
-    try:
-        found = figures(cell, train_over(cell.network, config, forks, limit_s=plan.limit))
-    except NonFiniteLossError as error:  # which is what came of it
-        found = {"diverged": str(error)}
+    found = figures(cell, train_over(cell.network, config, forks, limit_s=plan.limit))
     mbit = None if math.isinf(cell.network.mbit) else cell.network.mbit
     about = {"mbit": mbit, "delay_ms": cell.network.delay_ms, "setting": cell.setting}
     kept = {**about, "seed": cell.seed, "options": cell.options, **found}
@@ -152,7 +154,7 @@ def _run(folder: Path, plan: Plan, cell: Cell, forks: ForkServer | None) -> Mapp
 def figures(cell: Cell, trip: Trip) -> dict[str, Any]:
     """Of a cell's run. The curve has seconds of training, batches and scores."""
     record, per_gradient = trip.record, cell.batches_per_gradient
-    curve = record.curve()
+    curve = [point for point in record.curve() if math.isfinite(point[-1])]
     batches, time_s = record.gradients * per_gradient, record.train_time_s
     workers = record.workers.values()
     waited_s = sum(sum(w.exchange_s) for w in workers)
@@ -172,12 +174,13 @@ def figures(cell: Cell, trip: Trip) -> dict[str, Any]:
         "waited": waited_s / all_s if all_s else None,
         "staleness": sum(s * n for s, n in staleness.items()) / (staleness.total() or 1),
         "reason": record.reason,
+        "diverged": trip.diverged,
     }
 
 
 def _in_words(found: Mapping[str, Any]) -> str:
-    if "diverged" in found:
-        return f"diverged: {found['diverged']}"
+    if found["diverged"]:
+        return f"diverged: {found['reason']}"
     final = "no score" if found["final"] is None else f"{found['metric']} {found['final']:.3f}"
     return f"{short(found['batches_per_s'])} batches/s, {final} after {found['train_s']:.0f} s"
 

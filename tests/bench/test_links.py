@@ -18,7 +18,7 @@ from offbeat.bench.linked import Trip
 from offbeat.bench.report import write_run
 from offbeat.cli import main
 from offbeat.config import make_config
-from offbeat.errors import ConfigError, NonFiniteLossError, RunError
+from offbeat.errors import ConfigError, RunError
 from offbeat.report.record import read_run
 
 SLOW = Network(mbit=10, delay_ms=20)
@@ -55,7 +55,8 @@ def test_cells_go_seed_by_seed_and_their_names_say_all() -> None:
 
 def test_settings_of_options_that_a_build_lacks_are_not_offered() -> None:
     assert offered({"overlap": None}) == ["plain", "overlap"]
-    assert set(offered({"overlap": 1, "compress": 1, "local_steps": 1})) == set(cells.SETTINGS)
+    known = ("overlap", "compress", "discipline", "local_steps", "outer_optimizer")
+    assert set(offered(dict.fromkeys(known))) == set(cells.SETTINGS)
 
 
 @pytest.mark.parametrize("setting", offered())
@@ -78,11 +79,13 @@ def test_cells_are_chosen_by_patterns() -> None:
         chosen(made, ["loopback-*", "100mbit-*"])
 
 
-@pytest.mark.parametrize(("setting", "every"), [("plain", 100), ("local-8", 12), ("local-64", 8)])
+@pytest.mark.parametrize(
+    ("setting", "every"), [("plain", 100), ("local-8", 12), ("local-64", 8), ("diloco-64", 2)]
+)
 def test_scores_are_as_many_batches_apart_whatever_a_push_stands_for(
     setting: str, every: int
 ) -> None:
-    """But for the 8 pushes that there are at least."""
+    """But for the 8 pushes that there are at least; a round has one of each worker."""
     assert PLAN.config(cell(setting=setting), Path("run")).eval_every == every
 
 
@@ -144,19 +147,22 @@ def test_a_target_that_was_not_reached_is_a_result() -> None:
 
     assert "not in 61 s" in told(found(cell(), (60.0, 0.7)))
     assert "1 of 2 did" in told(found(cell(), (9.0, 0.8)), found(cell(seed=1), (60.0, 0.7)))
-    assert told(Found(cell(), {"diverged": "loss is nan"})).split() == [
-        *("plain", "-", "diverged", "-", "-", "-", "-", "-")
+    assert told(found(cell(), (9.0, 0.9), diverged=True)).split() == [
+        *("plain", "1234", "diverged", "-", "-", "862", "866", "99%")
     ]
+    assert "1 of 2 did" in told(
+        found(cell(), (9.0, 0.8)), found(cell(seed=1), (9.0, 0.9), diverged=True)
+    )
 
 
 def test_figures_are_written_for_programs_too(tmp_path: Path) -> None:
-    runs = [found(cell(), (20.0, 0.8)), Found(cell(setting="overlap"), {"diverged": "nan"})]
+    runs = [found(cell(), (20.0, 0.8)), found(cell(setting="overlap"), diverged=True)]
     described = {"options": PLAN.kept(), "machine": "a machine"}
     others = [found(cell(BESIDE), (4.0, 0.8))]
     link_tables.write_all(tmp_path, runs, others, GOAL, described)
     written = json.loads((tmp_path / "links.json").read_text())
     first, second = written["cells"]
-    assert (first["s_to_target"], first["kept"], second["diverged"]) == (20.0, 0.2, "nan")
+    assert (first["s_to_target"], first["kept"], second["diverged"]) == (20.0, 0.2, True)
     head, *rows = (tmp_path / "links.csv").read_text().splitlines()
     assert (len(rows), head.split(",")) == (2, list(first))
     root = ElementTree.fromstring((tmp_path / "links.svg").read_text())
@@ -202,6 +208,7 @@ class Runs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
         self.fails: dict[str, Exception] = {}
+        self.diverges: set[str] = set()
         monkeypatch.setattr(links, "train_over", self.train_over)
         monkeypatch.setattr(links, "fork_server", lambda engine: contextlib.nullcontext())
 
@@ -212,7 +219,8 @@ class Runs:
         write_run(run_dir, gradients=60, workers=config.workers, seed=config.seed)
         if run_dir.name in self.fails:
             raise self.fails[run_dir.name]
-        return Trip(record=read_run(run_dir), up=1, down=2)
+        diverged = run_dir.name in self.diverges
+        return Trip(record=read_run(run_dir), up=1, down=2, diverged=diverged)
 
 
 @pytest.fixture
@@ -246,7 +254,7 @@ def test_a_loss_that_is_no_number_is_what_came_of_a_cell(
     tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "10mbit-20ms-overlap-0"
-    runs.fails = {name: NonFiniteLossError("the loss is nan")}
+    runs.diverges = {name}
     assert main(command(tmp_path, "--cells", name)) == 0
     assert "diverged" in capsys.readouterr().out
     assert main(command(tmp_path, "--cells", name)) == 0
@@ -337,3 +345,12 @@ def test_a_run_that_is_asked_for_has_the_options_of_all() -> None:
     plain = make_config({"recipe": "fashion-cnn", "workers": 4, "seed": 3, "overlap": True})
     for name in ("recipe", "workers", "servers", "discipline", "seed", "overlap", "lr", "epochs"):
         assert getattr(config, name) == getattr(plain, name)
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_has_figures_too(tmp_path: Path) -> None:
+    arguments = ["--model", "toy:diverging", "--workers", "2", "--rates", "loopback"]
+    arguments += ["--delays", "0", "--settings", "plain", "--out", str(tmp_path)]
+    assert main(["bench", "links", *arguments]) == 0
+    (row,) = json.loads((tmp_path / "links.json").read_text())["cells"]
+    assert row["diverged"] and row["gradients"] > 0 and row["s_to_target"] is None
