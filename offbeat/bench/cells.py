@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "local-64": {"local_steps": 64},
     "local-8+int8": {"local_steps": 8, "compress": "int8"},
     "local-8+overlap": {"local_steps": 8, "overlap": True},
+    "local-8-quarter": {"local_steps": 8, "outer_optimizer": "SGD:lr=0.25"},
     "local-64-quarter": {"local_steps": 64, "outer_optimizer": "SGD:lr=0.25"},
     "diloco-64": {"discipline": "sync", "local_steps": 64},
 }
