@@ -17,6 +17,7 @@ WIDTH, HEIGHT = 380, 300
 COLORS = (
     *("#3867d6", "#d35f2b", "#12876b", "#8548c9", "#a87a00"),
     *("#c2367a", "#35808f", "#6d6a75", "#7fa650", "#1d1b20"),
+    *("#86a9ff", "#ffb08a", "#5fd0ae", "#c9a0ff", "#d9bf5a"),
 )
 STYLE = (
     "text{font:11px sans-serif;fill:#666}.title{font-weight:bold}.end{text-anchor:end}"
@@ -80,7 +81,7 @@ def _curve(curve: Curve, index: int, low: float, high: float) -> str:
             shapes.append(f'<path stroke="{color}" d="{ends}"/>')
             shapes.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>')
         elif found is not None:
-            at = f'cx="{x + 3 * (index - 4)}" cy="{TOP}"'
+            at = f'cx="{x + 5 * (index - 6):g}" cy="{TOP}"'  # beside each other
             shapes.append(f'<circle {at} r="3" fill="none" stroke="{color}"/>')
     line = f'<path stroke="{color}" d="M{"L".join(points)}"/>' if points else ""
     return f"<g><title>{escape(curve.name)}</title>{line}{''.join(shapes)}</g>"
@@ -88,7 +89,9 @@ def _curve(curve: Curve, index: int, low: float, high: float) -> str:
 
 def _legend(name: str, index: int) -> str:
     y = HEIGHT + ROW * index + 10
-    swatch = f'<rect x="{LEFT}" y="{y - 8}" width="8" height="8" fill="{COLORS[index % 10]}"/>'
+    swatch = (
+        f'<rect x="{LEFT}" y="{y - 8}" width="8" height="8" fill="{COLORS[index % len(COLORS)]}"/>'
+    )
     return f'{swatch}<text x="{LEFT + 14}" y="{y}">{escape(name)}</text>'
 
 

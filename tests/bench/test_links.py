@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.bench import cells, link_tables, links
 from offbeat.bench.cells import BESIDE, Cell, Network, chosen, make_cells, offered
-from offbeat.bench.curves import Curve, Panel, draw
+from offbeat.bench.curves import COLORS, Curve, Panel, draw
 from offbeat.bench.link_tables import Found, Goal
 from offbeat.bench.linked import Trip
 from offbeat.bench.report import write_run
@@ -168,6 +168,10 @@ def test_figures_are_written_for_programs_too(tmp_path: Path) -> None:
     root = ElementTree.fromstring((tmp_path / "links.svg").read_text())
     shown = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"10 Mbit/s", "plain", "overlap", "s to 0.8, 20 ms there and back"} < shown
+
+
+def test_every_setting_has_a_colour_of_its_own() -> None:
+    assert len(set(COLORS)) >= len(cells.SETTINGS)
 
 
 def test_curves_are_medians_and_rings_where_nobody_came() -> None:
