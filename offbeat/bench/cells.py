@@ -18,16 +18,20 @@ from offbeat.config import options
 from offbeat.errors import ConfigError, nearest
 
 PLAIN = "plain"
+GRADIENTS_AND_REPLIES = {"compress": "int8", "compress_replies": "bf16"}
+"""Either way of a link is as narrow as the other one."""
 SETTINGS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "bf16": {"compress": "bf16"},
     "int8": {"compress": "int8"},
     "topk": {"compress": "topk:0.01"},
+    "int8+bf16": GRADIENTS_AND_REPLIES,
+    "topk+delta": {"compress": "topk:0.01", "compress_replies": "delta"},
     "overlap": {"overlap": True},
-    "overlap+int8": {"overlap": True, "compress": "int8"},
+    "overlap+int8+bf16": {"overlap": True, **GRADIENTS_AND_REPLIES},
     "local-8": {"local_steps": 8},
     "local-64": {"local_steps": 64},
-    "local-8+int8": {"local_steps": 8, "compress": "int8"},
+    "local-8+int8+bf16": {"local_steps": 8, **GRADIENTS_AND_REPLIES},
     "local-8+overlap": {"local_steps": 8, "overlap": True},
     "local-8-quarter": {"local_steps": 8, "outer_optimizer": "SGD:lr=0.25"},
     "local-64-quarter": {"local_steps": 64, "outer_optimizer": "SGD:lr=0.25"},
