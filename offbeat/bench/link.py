@@ -11,6 +11,7 @@ then writes how many bytes went there and back, as a second line. `offbeat bench
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import sys
@@ -89,7 +90,12 @@ async def link(host: str, port: int, there: Wire, back: Wire, count: int, at: in
         except ConnectionError:
             writer.close()
             return
-        await asyncio.gather(pass_on(reader, far_writer, there), pass_on(far_reader, writer, back))
+        with contextlib.suppress(
+            asyncio.CancelledError
+        ):  # the end, which asyncio would complain of
+            await asyncio.gather(
+                pass_on(reader, far_writer, there), pass_on(far_reader, writer, back)
+            )
 
     servers = [
         await asyncio.start_server(serve, host, at + index if at else 0) for index in range(count)
