@@ -14,6 +14,9 @@ same machine may be twice as fast an hour later:
     network    payloads there and back, over this transport and others
     report     a report about many runs, beside parsing their events
     start      from the command until everybody is at work; forked roles beside started ones
+    links      training over slow networks, and what helps, beside training over loopback
 
-Each is a function that returns the rows of a table (tables.py). The flags are in cli/flags.py.
+Each is a function that returns the rows of a table (tables.py); `links`, whose grid takes hours,
+keeps its cells in a folder and returns the lines of several (link_tables.py). The flags are in
+cli/flags.py.
 """

@@ -4,12 +4,14 @@
 
 listens at as many ports as there are workers, writes them as a line of JSON, and passes on what
 comes there to the server, and what the server answers. The rate is that of the server's own link:
-all of them share it, each way by itself; the delay is that of one way. It ends with its input.
-`offbeat bench links` uses it (links.py); it takes no rights, unlike the kernel's own means.
+all of them share it, each way by itself; the delay is that of one way. It ends with its input, and
+then writes how many bytes went there and back, as a second line. `offbeat bench links` uses it
+(linked.py); it takes no rights, unlike the kernel's own means.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import sys
@@ -28,9 +30,12 @@ class Wire:
     delay_s: float = 0.0
     free_s: float = 0.0
     """When all that was sent so far will have left."""
+    num_bytes: int = 0
+    """Sent so far."""
 
     def send(self, num_bytes: int, now_s: float) -> float:
         """When the last of so many bytes arrives, which are sent now."""
+        self.num_bytes += num_bytes
         self.free_s = max(self.free_s, now_s) + num_bytes / self.bytes_per_s
         return self.free_s + self.delay_s
 
@@ -85,7 +90,12 @@ async def link(host: str, port: int, there: Wire, back: Wire, count: int, at: in
         except ConnectionError:
             writer.close()
             return
-        await asyncio.gather(pass_on(reader, far_writer, there), pass_on(far_reader, writer, back))
+        with contextlib.suppress(
+            asyncio.CancelledError
+        ):  # the end, which asyncio would complain of
+            await asyncio.gather(
+                pass_on(reader, far_writer, there), pass_on(far_reader, writer, back)
+            )
 
     servers = [
         await asyncio.start_server(serve, host, at + index if at else 0) for index in range(count)
@@ -105,6 +115,7 @@ def main() -> None:
     host, _, port = known.to.rpartition(":")
     there, back = (Wire(known.mbit * 125_000, known.delay_ms / 1000) for _ in range(2))
     asyncio.run(link(host, int(port), there, back, known.count, known.at))
+    print(json.dumps([there.num_bytes, back.num_bytes]), flush=True)
 
 
 if __name__ == "__main__":

@@ -509,7 +509,23 @@ def _data(known: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_links(known: argparse.Namespace) -> int:
+    given = {k: v for k, v in vars(known).items() if k not in ("command", "benchmark", "into")}
+    with signals_as_ctrl_c():
+        from offbeat.bench import link_tables, links
+
+        if known.into is not None:
+            link_tables.around(Path(known.into))  # what is wrong with it shows before anything runs
+        lines = links.links(**given)
+        print(*lines, sep="\n")
+        if known.into is not None:
+            link_tables.put_into(Path(known.into), lines)
+    return 0
+
+
 def _bench(known: argparse.Namespace) -> int:
+    if known.benchmark == "links":
+        return _bench_links(known)
     given = {k: v for k, v in vars(known).items() if k not in ("command", "benchmark", "json")}
     for discipline in given.get("disciplines", ()):
         make_config({"discipline": discipline})  # what is wrong with it shows before torch loads

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from offbeat.bench import cells
 from offbeat.comparison import grid
 from offbeat.config import LAUNCH_OPTIONS, ROLES, options, settings, texts, yes_or_no
 from offbeat.data.catalog import DATASETS
@@ -348,6 +349,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> Parsers:
     for name, (help_text, description, rounds, add) in BENCHMARKS.items():
         made = kinds.add_parser(name, help=help_text, description=description, allow_abbrev=False)
         add(made)
+        if rounds is None:
+            continue
         made.add_argument(
             "--rounds", metavar="N", type=_count, default=rounds, help=f"default: {rounds}"
         )
@@ -422,6 +425,36 @@ def _add_bench_start(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "workers", _count, ("2", "8"))
 
 
+def _add_bench_links(parser: argparse.ArgumentParser) -> None:
+    recipe = "what to train, as train's --recipe (default: fashion-cnn)"
+    parser.add_argument("--model", metavar="RECIPE", default="fashion-cnn", help=recipe)
+    for name, kind, default, text in (
+        ("rates", _rate, "loopback,1000,100,10", "Mbit/s of the server's link, each way"),
+        ("delays", _delay, "0,20,100", "ms, there and back"),
+        ("settings", _setting, ",".join(cells.offered()), "what is done about it"),
+        ("cells", str, "", "only those like these, as '10mbit-*' or '*-overlap-0'"),
+    ):
+        told = f"{text} (default: {default or 'all of them'})"
+        of: str | list[str] = default or []  # a text is read as one that is given
+        parser.add_argument(f"--{name}", metavar="LIST", type=_several(kind), default=of, help=told)
+    for name, metavar, counted, number, text in (
+        ("workers", "N", _count, 4, "beside one server"),
+        ("seeds", "N", _count, 1, "runs of each cell"),
+        ("eval-every", "N", _count, 100, "batches between two scores, but 8 pushes at least"),
+        ("limit", "S", _size, 60.0, "seconds of training that a cell may take"),
+        ("target", "X", _number, 0.8, "the score that is good enough"),
+    ):
+        told = f"{text} (default: {number:g})"
+        parser.add_argument(f"--{name}", metavar=metavar, type=counted, default=number, help=told)
+    out = "where cells lie; what has finished there is not run again (default: runs/links)"
+    parser.add_argument("--out", metavar="DIR", default="runs/links", help=out)
+    parser.add_argument("--show", action="store_true", help="run nothing; show what is there")
+    parser.add_argument("--into", metavar="FILE.md", help="put the tables into this page, too")
+    where = options()["data_dir"].default
+    text = f"where datasets lie (default: {where})"
+    parser.add_argument("--data-dir", metavar="DIR", default=where, help=text)
+
+
 def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
     text = f"MB each way, one size or several (default: {default})"
     parser.add_argument("--sizes", metavar="MB", type=_several(_size), default=default, help=text)
@@ -436,7 +469,7 @@ def _add_list(
     )
 
 
-BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], None]]] = {
+BENCHMARKS: dict[str, tuple[str, str, int | None, Callable[[argparse.ArgumentParser], None]]] = {
     "exchange": (
         "one worker and one server, beside two plain copies of the same size",
         "What an exchange costs: a gradient up, an update, parameters back.",
@@ -497,8 +530,16 @@ BENCHMARKS: dict[str, tuple[str, str, int, Callable[[argparse.ArgumentParser], N
         5,
         _add_bench_start,
     ),
+    "links": (
+        "training over slow networks, and what helps, beside training over loopback",
+        "What a slow network does to a run, and what helps: a grid of rates, delays and settings, "
+        "run part by part.",
+        None,
+        _add_bench_links,
+    ),
 }
-"""For each: what it is beside, its description, how many rounds, and what adds its own flags."""
+"""For each: what it is beside, its description, how many rounds (None: it has seeds), and what adds
+its own flags."""
 
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers | None]]] = {
     "train": (
@@ -589,6 +630,23 @@ def _size(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "loopback" else _size(text)
+
+
+def _delay(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of milliseconds")
+
+
+def _setting(text: str) -> str:
+    if text in cells.SETTINGS and text not in cells.offered():
+        raise argparse.ArgumentTypeError(f"{text!r} takes options that this build does not have")
+    return _one_of(cells.offered())(text)
 
 
 def _number(text: str) -> float:

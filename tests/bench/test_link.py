@@ -48,14 +48,19 @@ def test_bytes_arrive_as_they_were_sent_and_an_end_is_passed_on() -> None:
             [*command, "--mbit", "800", "--delay-ms", "5"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         ) as link:
             assert link.stdout is not None
-            _, mine = json.loads(link.stdout.readline())
+            other, mine = json.loads(link.stdout.readline())
             with socket.create_connection(("127.0.0.1", mine), timeout=30) as connection:
                 connection.sendall(sent)
                 assert connection.recv(64) == b"thanks"
                 assert connection.recv(64) == b"", "it is over there, and so here"
             taker.join()
-            link.communicate(timeout=30)
-            assert link.returncode == 0
+            with socket.create_connection(("127.0.0.1", other), timeout=30) as left_open:
+                server.accept()[0].close()
+                assert left_open.recv(64) == b"", "and the other way is open still"
+                output, complaints = link.communicate(timeout=30)
+            assert (link.returncode, complaints) == (0, b"")
+            assert json.loads(output) == [len(sent), len(b"thanks")]
     assert received == sent
