@@ -218,14 +218,16 @@ class TrainConfig:
         None,
         text,
         "of the servers, with --local-steps, given as --optimizer is (default: nesterov:lr=0.7 in "
-        "rounds, as DiLoCo has it, else SGD:lr=1, which is plain averaging in rounds)",
+        "rounds, as DiLoCo has it, where SGD:lr=1 is plain averaging; else SGD with 1/W, for W "
+        "workers)",
         choices=OPTIMIZERS,
     )
     overlap: bool = _option(
         False,
         yes_or_no,
-        "a worker computes its next gradient while the last one's exchange is under way: one more "
-        "version of staleness, and no wait for a network that is no slower than its computing",
+        "a worker computes its next gradient while the last one's exchange is under way: each one "
+        "is one more of its worker's steps old, as many versions as there are workers, and nobody "
+        "waits for a network that is no slower than the computing",
     )
     optimizer: str | None = _option(
         None,
@@ -462,6 +464,13 @@ class TrainConfig:
     def batches_per_step(self) -> int:
         """How many a worker goes through from one exchange to the next."""
         return self.accumulate * (self.local_steps or 1)
+
+    @property
+    def updates_per_pass(self) -> float:
+        """How many there are while every worker pushes once."""
+        chosen = self.chosen
+        each = chosen.kind(range(self.workers), **chosen.values).gradients_per_update
+        return self.workers / each
 
     @property
     def merges(self) -> bool:

@@ -67,6 +67,9 @@ class Rule(Plugin, ABC):
     has_momentum: ClassVar[bool] = False
     """Whether it has one, beside which the optimizer's would be a second."""
 
+    shares_a_pass: ClassVar[bool] = False
+    """Whether it shares out one step among the updates while every worker pushes once."""
+
     updates_per_pass: float = 1.0
     """How many updates there are while every worker pushes once. Whoever makes the rule says it."""
 
@@ -425,6 +428,7 @@ class DelayedNesterov(Remembering):
     name = "delayed-nesterov"
     sees_params = False
     has_momentum = True
+    shares_a_pass = True
     options = (
         Option(name="momentum", default=0.9, whole=False, most=1, always_shown=True, help="beta"),
         Option(

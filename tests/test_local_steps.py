@@ -118,6 +118,27 @@ def test_it_is_the_same_job_then_for_several_asynchronous_workers() -> None:
     assert local.make_rates().at(3) == plain.make_rates().at(3)
 
 
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [
+        ({}, 0.25),
+        ({"workers": 3}, 0.333333),
+        ({"discipline": "bounded:2"}, 0.25),
+        ({"rule": "staleness-aware"}, 0.25),
+        ({"rule": "dana"}, 0.175),
+        ({"rule": "delayed-nesterov"}, 0.7),
+        ({"discipline": "sync", "rule": "dana"}, 0.7),
+        ({"local_steps": 1}, 1.0),
+    ],
+)
+def test_servers_go_as_far_as_workers_did_on_average(options: dict[str, Any], rate: float) -> None:
+    """While each of them pushes once, unless the rule sees to that."""
+    job = toy_job(**{"workers": 4, "local_steps": 2, **options})
+    inside = job.recipe.optimizer.options["lr"] if job.inner is None else 1.0
+    assert job.optimizer.is_plain_sgd
+    assert job.optimizer.options["lr"] == pytest.approx(rate * inside)
+
+
 @pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
 def test_a_schedule_counts_local_steps(tmp_path: Path, discipline: str) -> None:
     """As a plain loop's would; the servers' rate stays."""

@@ -33,12 +33,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "local-64": {"local_steps": 64},
     "local-8+int8+bf16": {"local_steps": 8, **GRADIENTS_AND_REPLIES},
     "local-8+overlap": {"local_steps": 8, "overlap": True},
-    "local-8-quarter": {"local_steps": 8, "outer_optimizer": "SGD:lr=0.25"},
-    "local-64-quarter": {"local_steps": 64, "outer_optimizer": "SGD:lr=0.25"},
+    "local-8-sum": {"local_steps": 8, "outer_optimizer": "SGD:lr=1"},
     "diloco-64": {"discipline": "sync", "local_steps": 64},
 }
-"""Each is plain apply-reply but for these options. A quarter: each of four workers' moves counts as
-one of four, as in rounds, instead of all of them adding up."""
+"""Each is plain apply-reply but for these options. A sum: what the workers moved adds up, instead
+of each one's counting as one of four."""
 RATES = (math.inf, 1000.0, 100.0, 10.0)
 """Mbit/s."""
 DELAYS = (0.0, 20.0, 100.0)

@@ -391,8 +391,7 @@ class Job:
         return chosen.kind(range(self.config.workers), **chosen.values)
 
     def make_rule(self) -> Rule:
-        each = self.make_discipline().gradients_per_update
-        return make_rule(self.config.rule, self.config.workers / each)
+        return make_rule(self.config.rule, self.config.updates_per_pass)
 
     def make_codec(self) -> Codec | None:
         """For a link of a worker's, or a session of a server's; None: there is nothing to code."""

@@ -54,10 +54,9 @@ from offbeat.shard import (
 )
 from offbeat.towers import CPU, find_devices
 
-OF_ROUNDS, OF_EACH, BESIDE_MOMENTUM = "nesterov:lr=0.7", "SGD:lr=1", "SGD:lr=0.7"
+OF_ROUNDS, BESIDE_MOMENTUM = "nesterov:lr=0.7", 0.7
 """What servers have where workers take steps by themselves: for the mean of a round as DiLoCo's
-paper found it best, for what single workers bring, where that momentum runs away, and where the
-rule has one."""
+paper found it best, and the rate where the rule has a momentum."""
 NUM_LOOKED_AT = 2
 """Test examples that say which metric fits."""
 
@@ -345,13 +344,21 @@ def _resolve_optimizers(config: TrainConfig, recipe: Recipe) -> tuple[Optimizer,
     asked = _resolve_optimizer(config, recipe)
     if config.local_steps is None:
         return asked, None
-    suggested = OF_ROUNDS if config.chosen.kind.in_rounds else OF_EACH
-    if make_rule(config.rule).has_momentum:
-        suggested = BESIDE_MOMENTUM
-    outer = named_optimizer(config.outer_optimizer or suggested)
+    outer = named_optimizer(config.outer_optimizer or _suggested_outer(config))
     if config.local_steps == 1 and asked.is_plain_sgd and not asked.groups:
         return outer.scaled(asked.options["lr"]), None
     return outer, asked
+
+
+def _suggested_outer(config: TrainConfig) -> str:
+    """While every worker pushes once, the servers go as far as those went on average."""
+    rule = make_rule(config.rule)
+    if config.chosen.kind.in_rounds and not rule.has_momentum:
+        return OF_ROUNDS
+    rate = BESIDE_MOMENTUM if rule.has_momentum else 1.0
+    if config.local_steps != 1 and not rule.shares_a_pass:
+        rate /= config.updates_per_pass
+    return f"SGD:lr={rate:.6g}"
 
 
 def _check_local_steps(inner: Optimizer, manifest: Manifest) -> None:
