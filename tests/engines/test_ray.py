@@ -277,12 +277,29 @@ def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes)
     assert run.summary()["kept"][0]["applied"] == 2000
 
 
+MEETING = """
+import os
+from pathlib import Path
+def meeting(model, batch):
+    here = Path(__file__).with_name("here")
+    if model.training and not (mine := here / str(os.getpid())).exists():
+        mine.touch()
+        deadline_s = time.monotonic() + 60
+        while len(list(here.iterdir())) < 3:  # workers; there are two to a run
+            assert time.monotonic() < deadline_s, "the other run does not come"
+            time.sleep(0.02)
+    return cross_entropy(model, batch)
+meets = toy_recipe(loss=meeting)
+"""
+
+
 def test_a_comparison_runs_cells_side_by_side_and_says_so(tmp_path: Path, nodes: RayNodes) -> None:
-    (tmp_path / "recipes.py").write_text(RECIPE_FILE)
-    where = ["--engine", "ray", "--ray-address", nodes.address, "--recipe", "recipes.py:recipe"]
-    grid = ["--disciplines", "sync,lock-free", "--workers", "2", "--seeds", "1", "--steps", "300"]
-    slowly = ["--slow-worker", "0:20x,1:20x", "--out", "out"]
-    command = [sys.executable, "-m", "offbeat", "compare", *where, *grid, *slowly]
+    """Neither gets beyond its first step before the other is there."""
+    (tmp_path / "recipes.py").write_text(RECIPE_FILE + MEETING)
+    (tmp_path / "here").mkdir()
+    where = ["--engine", "ray", "--ray-address", nodes.address, "--recipe", "recipes.py:meets"]
+    grid = ["--disciplines", "sync,lock-free", "--workers", "2", "--seeds", "1", "--steps", "1000"]
+    command = [sys.executable, "-m", "offbeat", "compare", *where, *grid, "--out", "out"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
