@@ -79,9 +79,12 @@ LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "rule", "backup_workers", "round_timeout"),
     *("staleness", "threads", "worker_timeout", "max_restarts", *FAULT_OPTIONS),
     *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track", "engine"),
+    "partition",
     *RAY_OPTIONS,
 )
 """Those that have a meaning where the training loop is the user's own."""
+CHECKPOINT_EVERY = 1000
+"""Updates, in such a loop, where nobody says otherwise: what an epoch is the script alone knows."""
 MAX_THREADS = 1024
 
 

@@ -7,6 +7,7 @@ OffbeatError
 │   ├── ModelError          a model that cannot be laid out flat
 │   ├── DataError           a dataset that is cut short or not what it says it is
 │   │   └── MissingDataError   one that is not there
+│   ├── ScriptRefusedError  what a launched script asks for cannot be done; nothing was trained
 │   └── RunDirError         a run's folder that cannot be used
 └── RunError                something went wrong in a run; the command exits with 1
     ├── NonFiniteLossError  a worker's loss became NaN or infinite
@@ -52,6 +53,10 @@ class DataError(UsageError):
 
 
 class MissingDataError(DataError):
+    pass
+
+
+class ScriptRefusedError(UsageError):
     pass
 
 

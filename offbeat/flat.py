@@ -191,10 +191,7 @@ def describe(module: nn.Module, *, anywhere: bool = False) -> Manifest:
                 f"parameter {name} has no shape yet: run a batch through the model first"
             )
         if parameter.is_meta:
-            raise ModelError(
-                f"parameter {name} is on meta, where it has no values: "
-                f"model.to_empty(device='cpu'), and what initialises it, give it some"
-            )
+            raise _has_no_values(f"parameter {name}")
         if not anywhere and parameter.device.type != "cpu":
             raise ModelError(
                 f"parameter {name} is on {parameter.device}; model() must return it on the CPU"
@@ -207,6 +204,8 @@ def describe(module: nn.Module, *, anywhere: bool = False) -> Manifest:
             trained.append((name, parameter))
     for own_name, buffer in module.named_buffers():
         name = plain_name(own_name)
+        if buffer.is_meta:
+            raise _has_no_values(f"buffer {name}")
         if name not in persistent:
             continue
         if buffer.is_complex():
@@ -222,6 +221,13 @@ def describe(module: nn.Module, *, anywhere: bool = False) -> Manifest:
         ints=_lay_out(ints),
         frozen=tuple(frozen),
         aliases=_aliases(module, persistent),
+    )
+
+
+def _has_no_values(what: str) -> ModelError:
+    return ModelError(
+        f"{what} is on meta, where it has no values: model.to_empty(device='cpu'), and what "
+        f"initialises it, give it some"
     )
 
 

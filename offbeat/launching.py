@@ -21,7 +21,7 @@ from offbeat.engines.base import Engine
 from offbeat.engines.forkserver import ForkServer
 from offbeat.engines.local import LocalEngine
 from offbeat.engines.scripted import ScriptedEngine
-from offbeat.errors import ConfigError, ScriptEndedError
+from offbeat.errors import ConfigError, ScriptEndedError, ScriptRefusedError
 from offbeat.loops.job import facts_json, make_loop_job, resolved
 from offbeat.recipes.callbacks import Callback, Start
 from offbeat.recipes.metrics import LOSS
@@ -116,8 +116,9 @@ def launch_config(
         with folder.locked() as lock:
             try:
                 return launched.run(cluster, lock, incarnation=0)
-            except ScriptEndedError:
-                shutil.rmtree(folder.path)
+            except (ScriptEndedError, ScriptRefusedError):
+                if not folder.model.exists():  # or another rank has begun
+                    shutil.rmtree(folder.path)
                 raise
 
 

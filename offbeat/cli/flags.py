@@ -12,7 +12,15 @@ from typing import Any, NoReturn
 
 from offbeat.bench import cells
 from offbeat.comparison import grid
-from offbeat.config import LAUNCH_OPTIONS, ROLES, options, settings, texts, yes_or_no
+from offbeat.config import (
+    CHECKPOINT_EVERY,
+    LAUNCH_OPTIONS,
+    ROLES,
+    options,
+    settings,
+    texts,
+    yes_or_no,
+)
 from offbeat.data.catalog import DATASETS
 from offbeat.errors import ConfigError, nearest
 from offbeat.version import __version__
@@ -21,6 +29,11 @@ TRANSPORTS = ("unix", "tcp", "inproc")
 WAYS = ("tcp", "gloo", "pyzmq", "tls")
 BENCH_RECIPES = ("mnist-sigmoid", "convnet")
 PEER_RECIPES = ("mnist-sigmoid", "alexnet", "wide")
+HELP_OF_SCRIPTS = {
+    "checkpoint_every": f"commit a checkpoint every so many updates (default: {CHECKPOINT_EVERY})"
+}
+"""Where a flag means something else than in train."""
+OWN_FLAGS = "the script's own flags go behind its name"
 PEERS = ("ddp", "hogwild", "rpc", "rpc-async", "ray", "ray-async")
 
 Parsers = Mapping[str, argparse.ArgumentParser]
@@ -54,13 +67,22 @@ def make_parser() -> tuple[argparse.ArgumentParser, Parsers]:
 
 def unknown(argument: str, command: argparse.ArgumentParser, name: str) -> str:
     """What to say to an argument that `command` does not know."""
-    flag = argument.partition("=")[0]
+    asked = argument.partition("=")[0]
     flags = [f for action in command._actions for f in action.option_strings]
-    hint = nearest(flag, flags)
+    hint = nearest(asked, flags)
     hint = hint if hint.startswith("did") else f"see offbeat {name} --help"
     if name == "launch":
-        hint += "; the script's own flags go behind its name"
-    return f"unknown argument {flag!r}; {hint}"
+        return f"unknown argument {asked!r}; {_for_a_script(asked) or hint}; {OWN_FLAGS}"
+    return f"unknown argument {asked!r}; {hint}"
+
+
+def _for_a_script(asked: str) -> str:
+    """Why a script that is launched is not given this; nothing: nobody is."""
+    if asked == "-m":
+        return "give the module's file"
+    of_recipes = [flag(name) for name in options() if name not in LAUNCH_OPTIONS]
+    is_one = asked.replace("--no-", "--") in of_recipes
+    return "recipes take it, and a script does that itself" if is_one else ""
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -99,7 +121,8 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     _add_meeting(parser)
     for name, option in options().items():
         if name in LAUNCH_OPTIONS:
-            _add_option(parser, name, option.default, option.metadata)
+            about = {**option.metadata, "help": HELP_OF_SCRIPTS.get(name, option.metadata["help"])}
+            _add_option(parser, name, option.default, about)
     _add_script(parser, "a Python file")
 
 

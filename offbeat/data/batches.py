@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
-from offbeat.errors import DataError
+from offbeat.errors import DataError, in_a_line
 from offbeat.place import Place, nobody, placed
 from offbeat.randomness import make_generator
 
@@ -209,8 +209,19 @@ class Tensors(Indexed):
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 
+def stacked(examples: list[Any]) -> Batch:
+    """What torch makes of a list of examples, where they are all alike."""
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise DataError(
+            f"torch cannot make a batch of these examples ({in_a_line(error)}): give the recipe a "
+            f"collate=, or a DataLoader a collate_fn=, which makes one, as by padding"
+        ) from error
+
+
 class MapStyle(Indexed):
-    def __init__(self, dataset: Any, collate: Collate = default_collate) -> None:
+    def __init__(self, dataset: Any, collate: Collate = stacked) -> None:
         self._dataset = dataset
         self._collate = collate
         self.num_examples = len(dataset)
@@ -270,7 +281,7 @@ class IterableStyle(Source):
     def __init__(
         self,
         dataset: Iterable[Any],
-        collate: Collate = default_collate,
+        collate: Collate = stacked,
         tell: Tell = lambda line: None,
     ) -> None:
         self._dataset = dataset

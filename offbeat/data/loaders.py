@@ -34,6 +34,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
+    default_collate,
 )
 
 from offbeat import place
@@ -47,6 +48,7 @@ from offbeat.data.batches import (
     only_once,
     own_order,
     own_part,
+    stacked,
 )
 from offbeat.errors import DataError
 from offbeat.importing import IMPORTED, import_file
@@ -322,6 +324,8 @@ def _copy_of(loader: DataLoader[Any], units: Any, here: Place, **changes: Any) -
     made = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(made).update({name: units, "_iterator": None}, **changes)
+    if loader.collate_fn is default_collate:
+        made.collate_fn = stacked
     made.worker_init_fn = _ReaderStart(loader.worker_init_fn, here)
     made.generator = make_generator("loader")  # nobody's draws from torch's own are disturbed
     if loader.num_workers and _start_method(loader) != "fork":

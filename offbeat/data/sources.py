@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from offbeat.data.batches import (
     Collate,
@@ -19,6 +19,7 @@ from offbeat.data.batches import (
     Source,
     TensorData,
     Tensors,
+    stacked,
 )
 from offbeat.data.loaders import make_loaded, read_by_processes
 from offbeat.errors import DataError
@@ -45,11 +46,11 @@ def make_source(
         )
     is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_map_style and not isinstance(data, Mapping | IterableDataset):
-        source = _checked(MapStyle(data, collate or default_collate), what)
+        source = _checked(MapStyle(data, collate or stacked), what)
         return read_by_processes(data, collate, num_readers) if num_readers else source
     if isinstance(data, Iterable) and not isinstance(data, Mapping):
         _refuse("an iterable Dataset: put it into a DataLoader", what, None, num_readers)
-        return IterableStyle(data, collate or default_collate)
+        return IterableStyle(data, collate or stacked)
     raise DataError(
         f"the {what} data is a {type(data).__name__}; it must be a tensor, a tuple or dict of "
         f"tensors, a map-style or iterable Dataset, or a DataLoader"

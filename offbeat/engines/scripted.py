@@ -14,7 +14,7 @@ from offbeat.cluster.endpoint import Endpoint
 from offbeat.engines.base import REFRESH_S, STOPPING, Engine
 from offbeat.engines.books import Books
 from offbeat.engines.cluster import MasterNetwork, status_of_master
-from offbeat.errors import ModelError, ScriptEndedError, StepError, in_a_line
+from offbeat.errors import ModelError, ScriptEndedError, ScriptRefusedError, StepError, in_a_line
 from offbeat.loops.description import Description
 from offbeat.loops.running import run_script
 from offbeat.loops.seat import Seat
@@ -80,7 +80,7 @@ class ScriptedEngine(Engine):
             if isinstance(cause, KeyboardInterrupt):
                 raise cause from None
             self._records.log("master").error("failed", exc_info=cause)
-            if isinstance(cause, ScriptEndedError):
+            if isinstance(cause, ScriptEndedError | ScriptRefusedError):
                 self.failures.append(cause)
             else:
                 self.failures.append(self.folder.failure("master", in_a_line(cause), step))

@@ -26,7 +26,7 @@ from offbeat.engines.supervisor import (
     StartAgain,
     Supervisor,
 )
-from offbeat.errors import NonFiniteLossError, RoleError, ScriptEndedError
+from offbeat.errors import NonFiniteLossError, RoleError, ScriptEndedError, ScriptRefusedError
 from offbeat.roles.context import Progress
 from offbeat.run.job import Job
 from offbeat.run.progress import Display, Status
@@ -35,7 +35,9 @@ from offbeat.run.rundir import RunFolder, role_name
 NOT_BEGUN = "stopping: nothing was learned yet"
 NUM_NAMES = 4
 """So many of those that are still starting are named."""
-SAID_PLAINLY = {kind.__name__: kind for kind in (NonFiniteLossError, ScriptEndedError)}
+SAID_PLAINLY = {
+    kind.__name__: kind for kind in (NonFiniteLossError, ScriptEndedError, ScriptRefusedError)
+}
 """What a role fails with that says all there is to say."""
 NUM_LOG_LINES = 5
 """So many of a dead process's last words are shown."""

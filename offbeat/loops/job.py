@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from offbeat.config import TrainConfig
+from offbeat.config import CHECKPOINT_EVERY, TrainConfig
 from offbeat.errors import ConfigError
 from offbeat.flat import FlatModel, Manifest
 from offbeat.loops.description import Description
@@ -16,9 +16,6 @@ from offbeat.recipes.base import Recipe
 from offbeat.run.job import Facts, Job
 from offbeat.run.making import check_servers, cut_slices, needs_whole_tensors
 from offbeat.shard import ShardState
-
-CHECKPOINT_EVERY = 1000
-"""Updates, where nobody says otherwise: what an epoch is the script alone knows."""
 
 
 def _is_the_scripts(*arguments: object) -> NoReturn:

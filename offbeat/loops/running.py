@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from offbeat.errors import OffbeatError, RecipeError, ScriptEndedError, StepError
+from offbeat.errors import (
+    OffbeatError,
+    RecipeError,
+    ScriptEndedError,
+    ScriptRefusedError,
+    StepError,
+    UsageError,
+)
 from offbeat.loops import seat
 from offbeat.loops.loop import StoppedError
 from offbeat.place import Place, settle
@@ -30,7 +37,7 @@ these workers, each of which would wait for a group that never comes together.""
 
 def run_script(here: seat.Seat, script: Mapping[str, Any], threads: int) -> None:
     """Run the script to its end, and stay until the run is over. Raises a StepError with what it
-    failed with."""
+    failed with, or a ScriptRefusedError if that was ours to say before it took a step."""
     here.log.info("process %d is worker %d", os.getpid(), here.rank)
     torch.set_num_threads(threads)
     settle(Place(rank=here.rank, world_size=here.config.workers))
@@ -47,12 +54,14 @@ def run_script(here: seat.Seat, script: Mapping[str, Any], threads: int) -> None
         step = 0 if here.loop is None else here.loop.step_number
         here.stop.set()  # of rank 0: the books end with a checkpoint of what there is
         _leave(here)
+        if step == 0 and isinstance(error, UsageError):
+            raise ScriptRefusedError(str(error)) from error
         failure = StepError(here.rank, step, _in_words(error))
         raise failure from failure.__cause__
     if here.loop is None:
         if has_exited:
             raise ScriptEndedError(f"{script['file']} ended by itself before it trained anything")
-        raise RecipeError(
+        raise ScriptRefusedError(
             f"{script['file']} ended without a call of offbeat.distribute(model, optimizer): "
             f"nothing was trained"
         )

@@ -39,11 +39,11 @@ def read_initial(source: Path, module: nn.Module) -> Initial:
     in what they differ from it."""
     found = {plain_name(name): tensor for name, tensor in _read(source).items()}
     wanted = _state_of(module)
-    for names in _tied(module):  # a file may have them once
-        there = next((found[name] for name in names if name in found), None)
-        found |= {name: there for name in names if there is not None and name not in found}
-    if differences := list(_differences(found, wanted)):
+    tied = dict(_known_by_others(found, module))
+    told = {name: tensor for name, tensor in wanted.items() if name not in tied}
+    if differences := list(_differences(found, told)):
         raise ConfigError(f"the weights in {source} are not this model's: {_some(differences)}")
+    found |= tied
     _check_finite(source, found, module)
     state = {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()}
     return Initial(state, tuple(_conversions(found, wanted)))
@@ -80,12 +80,17 @@ def _state_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _tied(module: nn.Module) -> list[list[str]]:
-    """The names of each tensor that has several."""
+def _known_by_others(
+    found: Mapping[str, Tensor], module: nn.Module
+) -> Iterator[tuple[str, Tensor]]:
+    """Of tensors that have several names, those which a file has under others only."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(plain_name(name))
-    return [names for names in by_tensor.values() if len(names) > 1]
+    for names in by_tensor.values():
+        there = next((found[name] for name in names if name in found), None)
+        if there is not None:
+            yield from ((name, there) for name in names if name not in found)
 
 
 def _differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[str]:

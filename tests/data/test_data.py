@@ -330,6 +330,13 @@ def test_a_collate_of_the_users_makes_batches_of_ragged_examples(num_readers: in
     assert [batch["about"][0] for batch in stream.in_order(2)] == [[1, 2], [3, 1], [2]]
 
 
+def test_ragged_examples_without_a_collate_are_told_the_remedy() -> None:
+    loader: Any = DataLoader(RAGGED, batch_size=2)  # type: ignore[arg-type]
+    for data in (RAGGED, RaggedStream(), loader):
+        with pytest.raises(DataError, match=r"RuntimeError: .*equal size.*a collate=, or.*_fn="):
+            list(make_source(data, "training").in_order(2))
+
+
 def test_a_tensor_dataset_is_collated_where_somebody_wants_to() -> None:
     data = TensorDataset(torch.arange(4))
     (batch,) = make_source(data, "test", lambda rows: sum(row[0] for row in rows)).in_order(4)

@@ -515,11 +515,13 @@ def test_scores_come_with_the_updates_of_an_epoch() -> None:
     assert toy_job(recipe, workers=1, accumulate=4).config.eval_every == 5
 
 
-# -- torchdata's loader, where it is installed -----------------------------------------------------
+# -- torchdata's loader, which only the long tests have -------------------------------------------
 
 
-of_torchdata = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-"""It calls what torch will do without."""
+def of_torchdata(test: Any) -> Any:
+    """It calls what torch will do without."""
+    ignored = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+    return pytest.mark.slow(ignored(test))
 
 
 @pytest.fixture

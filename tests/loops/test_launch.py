@@ -19,7 +19,13 @@ from offbeat.cli.commands import launch_line
 from offbeat.comparison.grid import make_grid
 from offbeat.comparison.runs import Comparison, run_grid
 from offbeat.engines.forkserver import ForkServer, fork_server
-from offbeat.errors import ConfigError, NonFiniteLossError, RoleError, ScriptEndedError
+from offbeat.errors import (
+    ConfigError,
+    NonFiniteLossError,
+    RoleError,
+    ScriptEndedError,
+    ScriptRefusedError,
+)
 from offbeat.launching import launch, relaunch
 from offbeat.report.write import write_report
 from offbeat.run.events import read_events
@@ -291,13 +297,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, forks: ForkServer | None
     ("text", "says"),
     [
         ("import offbeat", "without a call of offbeat.distribute"),
-        ("raise SystemExit(3)", "the script ended with exit code 3"),
-        (
-            HEAD + "m = make_model()\nm[0].requires_grad_(False)\n"
-            "o = offbeat.distribute(m, torch.optim.SGD(m.parameters(), lr=0.1))\n"
-            "m[0].requires_grad_(True)\ncompute(m, next(batches(1)))\no.step()",
-            "0.weight has a gradient, and was frozen when offbeat.distribute was called",
-        ),
         (HEAD + "offbeat.distribute(make_model(), None)", "takes one of torch's optimizers"),
         (
             HEAD + "m = make_model()\no = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)\n"
@@ -321,26 +320,57 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, forks: ForkServer | None
             "m = make_model()\noffbeat.distribute(m, make(torch.optim.SGD)(m.parameters()))",
             "cannot have the optimizer's class make.<locals>.Inner out of train.py",
         ),
+        (
+            HEAD + "m = make_model()\noffbeat.distribute(m, torch.optim.LBFGS(m.parameters()))\n"
+            "compute(m, next(batches(1)))\no.step()",
+            "LBFGS cannot be used: it computes the loss several times in a step",
+        ),
+        (
+            HEAD + "m = make_model()\nm.register_buffer('b', torch.empty(3, device='meta'))\n"
+            "offbeat.distribute(m, torch.optim.SGD(m.parameters()))",
+            "buffer b is on meta, where it has no values",
+        ),
     ],
     ids=[
         *(
             "no call",
-            "exit",
-            "thawed",
             "no optimizer",
             "another model",
             "a late group",
             "twice",
             "early",
         ),
-        *("early scores", "inside"),
+        *("early scores", "inside", "not served", "on meta"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(
     text: str, says: str, tmp_path: Path, forks: ForkServer | None
 ) -> None:
+    with pytest.raises(ScriptRefusedError, match=says) as refused:
+        run(tmp_path, text, forks=forks)
+    assert "failed" not in str(refused.value)
+    assert not (tmp_path / "run").exists(), "the next try may have that name"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise SystemExit(3)", "the script ended with exit code 3"),
+        (
+            HEAD + "m = make_model()\nm[0].requires_grad_(False)\n"
+            "o = offbeat.distribute(m, torch.optim.SGD(m.parameters(), lr=0.1))\n"
+            "m[0].requires_grad_(True)\ncompute(m, next(batches(1)))\no.step()",
+            "0.weight has a gradient, and was frozen when offbeat.distribute was called",
+        ),
+    ],
+    ids=["exit", "thawed"],
+)
+def test_a_script_that_fails_has_a_folder(
+    text: str, says: str, tmp_path: Path, forks: ForkServer | None
+) -> None:
     with pytest.raises(RoleError, match=says):
         run(tmp_path, text, forks=forks)
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 LOOP = (
@@ -830,7 +860,7 @@ def test_lock_free_steps_nothing_but_what_the_optimizer_has(
 def test_a_class_that_cannot_be_had_without_the_script_is_told_of(
     old: str, new: str, says: str, tmp_path: Path, forks: ForkServer | None
 ) -> None:
-    with pytest.raises(RoleError, match=says):
+    with pytest.raises(ScriptRefusedError, match=says):
         run(tmp_path, WITH_ITS_OWN_OPTIMIZER.replace(old, new), "x", forks=forks)
 
 

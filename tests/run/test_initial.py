@@ -169,6 +169,9 @@ def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "w.safetensors")
     state = read_initial(tmp_path / "w.safetensors", tied()).state
     assert torch.equal(state["0.weight"], weights["1.weight"])
+    save_file(weights | {"1.weight": torch.zeros(2, 4)}, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match=r"model's: 1.weight is \[2, 4\] there, \[4, 4\] here$"):
+        read_initial(tmp_path / "other.safetensors", tied())
 
 
 @pytest.mark.parametrize(
