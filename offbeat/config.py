@@ -374,6 +374,12 @@ class TrainConfig:
     max_restarts: int = _option(
         3, whole, "how often each process that dies is started again before the run stops"
     )
+    fresh_worker_state: bool = _option(
+        False,
+        yes_or_no,
+        "workers write nothing down of what no server has (what the optimizer of --local-steps "
+        "keeps), and begin anew with it whenever they are started again or the run goes on",
+    )
     slow_worker: str | None = _option(
         None, text, "for trying it out: 1:3x has worker 1 take three times as long for each step"
     )

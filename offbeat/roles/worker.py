@@ -35,6 +35,7 @@ from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
 from offbeat.roles.faults import make_faults
+from offbeat.roles.keeping import Keeper
 from offbeat.roles.peers import Peers
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
@@ -43,6 +44,7 @@ from offbeat.towers import Towers
 from offbeat.transport.base import Network
 
 IDENTITY_CHECK_EVERY = 100
+CUT = "cut"
 
 
 @dataclass(slots=True)
@@ -95,13 +97,14 @@ class Worker:
         incarnation: int = 0,
         seeds_torch: bool = False,
         summaries: StepSummaries | None = None,
+        keeper: Keeper | None = None,
         say: Callable[[str], None] | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
         from torch's own generator can be made to depend on nothing but seed, rank and step; what a
-        captured step draws always does. `say` shows the user the lines that --log-every asks
-        for."""
+        captured step draws always does. `keeper`: where it keeps what no server has; None: nowhere.
+        `say` shows the user the lines that --log-every asks for."""
         self.job = job
         self.rank = rank
         self.towers = towers
@@ -136,6 +139,7 @@ class Worker:
         )
         """Of a batch; the next one's is worked out while there is time."""
         self._summaries = summaries
+        self._keeper = keeper or Keeper(None, False, log)
         self._say = say if job.config.log_every else None
         self._said = (0.0, 0, 0)
         """When a line was shown last, after how many steps and examples."""
@@ -154,7 +158,7 @@ class Worker:
         here = self.job.share(self.rank).place()
         try:
             with at(here), self.towers.in_stream(), closing(self.towers), self._exchange:
-                self.step = self._exchange.join() + 1
+                self._go_on_after(self._exchange.join())
                 while self._train():
                     self.step = self._exchange.finish(self.step - 1) + 1
         except ConnectionClosedError as error:
@@ -163,6 +167,28 @@ class Worker:
             self.reason = str(error)
             self.log.info("%s", error)
         self.log.info("left after %d steps", self.step - 1)
+
+    def _go_on_after(self, done: int) -> None:
+        """With what this worker had for itself then, in its former life."""
+        self.step = done + 1
+        if not self.towers.keeps or (kept := self._keeper.load(done)) is None:
+            return
+        tensors, numbers = kept
+        cut = numbers.pop(CUT, None)
+        if cut != self.job.cut_mark:
+            why = "it was kept where the data was shared out in another way"
+        elif not self.towers.restore(tensors, numbers):
+            why = "it is of another model, or another optimizer"
+        else:
+            return
+        self.log.warning("what this worker keeps begins anew after step %d: %s", done, why)
+
+    def _keep(self) -> None:
+        """What belongs to the push that is about to be sent. It waits for the disk: what a server
+        has must not be newer than what is kept here."""
+        if self.towers.keeps:
+            tensors, numbers = self.towers.state()
+            self._keeper.save(self.step, tensors, {**numbers, CUT: self.job.cut_mark})
 
     def _train(self) -> bool:
         """Returns whether all steps are done; else this worker was told to stop."""
@@ -219,6 +245,7 @@ class Worker:
         self._check_loss(step.loss, last.batch)
         if is_told or not self._overlaps:
             self._hold_up(step)
+        self._keep()
         computed_s = self._clock()
         step.compute_s = computed_s - step.start_s - step.prepare_s - step.waited_s
         if self._overlaps:  # what the last exchange brought, before the next one's may come

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -586,6 +587,12 @@ class Job:
             "batch_size": self.step_size,
             "split": config.split,
         }
+
+    @property
+    def cut_mark(self) -> int:
+        """The same for all runs in which a worker's step of one number goes through the same
+        data."""
+        return zlib.crc32(json.dumps(self._cut_by, sort_keys=True).encode())
 
     def starts(self, checkpoint: Checkpoint) -> dict[int, tuple[int, int]] | None:
         """Where each worker goes on after `checkpoint`, as the (incarnation, sequence) of its last
