@@ -35,7 +35,7 @@ def lines() -> Lines:
 def tensors(step: int, size: int = 5) -> dict[str, Tensor]:
     whole = torch.arange(2 * size, dtype=torch.float32) + step
     return {
-        "part": whole[:size],
+        "part": whole[: size + 1],
         "rest": whole[size:],
         "number": torch.tensor(float(step)),
         "halves": torch.full((2, 3), step, dtype=torch.bfloat16),
