@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import SGD, AdamW
+from offbeat.accounts import Account
 from offbeat.config import DISCIPLINES
 from offbeat.errors import ConfigError
 from offbeat.local_steps import LocalTowers
@@ -21,8 +22,10 @@ from offbeat.report.write import write_report
 from offbeat.roles import run
 from offbeat.roles.faults import make_faults
 from offbeat.roles.worker import Worker
+from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.events import read_events
 from offbeat.run.making import make_job
+from offbeat.shard import ShardState
 
 NUM_EXAMPLES = 240
 
@@ -107,7 +110,7 @@ def test_a_worker_has_as_many_batches_as_without(length: dict[str, int], accumul
         assert [b.number for b in whole] == [b.number for b in expected]
         assert all(map(same, whole, expected))
         ends = [b.number for b in whole if b.ends_step]
-        assert ends == sorted({n for n in range(11, len(whole), 12)} | {len(whole) - 1})
+        assert ends == sorted({*range(11, len(whole), 12)} | {len(whole) - 1})
         for start in range(len(whole) + 1):
             rest = list(paced.step_batches(rank, start))
             assert [b.number for b in rest] == list(range(start, len(whole)))
@@ -285,23 +288,46 @@ def test_each_worker_has_its_own_place_in_the_schedule() -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("lengths", [({"epochs": 1}, {"epochs": 3}), ({"steps": 3}, {"steps": 6})])
 def test_a_run_goes_on_at_the_batch_where_it_was(
-    tmp_path: Path, by_batches: None, fresh: bool
+    tmp_path: Path, by_batches: None, fresh: bool, lengths: tuple[dict[str, int], dict[str, int]]
 ) -> None:
-    """In sync to the bit, if it is stopped where it would not have ended a step otherwise; the
-    servers know the batch, whatever the worker has kept."""
-    recipe, seen = numbered(SGD(lr=0.05) if fresh else AdamW(lr=0.01), epochs=3)
-    shape = {"discipline": "sync", "slow_worker": "1:3x"}
-    train(tmp_path / "r", recipe, **shape, epochs=1, fresh_worker_state=fresh)
-    assert set(seen.values()) == {1}
+    """The servers know it, whatever the worker has kept; also in the middle of an epoch."""
+    recipe, seen = numbered(AdamW(lr=0.01))
+    shape = {"discipline": "sync", "slow_worker": "1:3x", "fresh_worker_state": fresh}
+    train(tmp_path / "r", recipe, **shape, **lengths[0])
     before = pushes_of(tmp_path / "r", 1)
-    assert before[-1] == 11
-    offbeat.resume(tmp_path / "r", recipe, epochs=3)
+    assert before[-1] + 1 == sum(seen.values()) / 20 == (12 if "epochs" in lengths[0] else 18)
+    offbeat.resume(tmp_path / "r", recipe, **lengths[1])
     assert set(seen.values()) == {3} and len(seen) == NUM_EXAMPLES
     after = pushes_of(tmp_path / "r", 1)
     assert after[: len(before)] == before and after[-1] == 35
     log = (tmp_path / "r/logs/worker-1.log").read_text()
-    assert "going on after batch 12" in log
+    assert f"going on after batch {before[-1] + 1}" in log
+    assert ("begins anew" in log) == fresh
+
+
+def test_each_worker_goes_on_where_it_was_if_shares_are_the_same() -> None:
+    """Though steps are others; with other shares after its part of what all have gone through."""
+    shape: dict[str, Any] = {"workers": 2, "epochs": 4, "local_steps": "6:auto"}
+    before = toy_job(**shape)
+    accounts = {0: Account(3, 5, applied=5, batches=27), 1: Account(3, 9, applied=9, batches=17)}
+    state = ShardState(version=14, tensors={}, accounts=accounts)
+    kept = Checkpoint(
+        version=14, manifest=before.manifest, shards=(state,), frozen={}, plan=before.plan
+    )
+    assert before.starts(kept) is None
+    for steps, starts in {
+        "4:auto": {0: (3, 6, 27), 1: (3, 4, 17)},
+        "4": {0: (3, 6, 27), 1: (3, 4, 17)},
+        "30:auto": {0: (3, 2, 27), 1: (3, 1, 17)},
+    }.items():
+        assert toy_job(**{**shape, "local_steps": steps}).starts(kept) == starts
+    assert toy_job(**shape, batch_size=20).starts(kept) == {0: (3, 1, 11), 1: (3, 1, 11)}
+    assert toy_job(**{**shape, "workers": 1}).starts(kept) == {0: (3, 7, 44)}
+    short = toy_job(**{**shape, "epochs": 1}, batch_size=20)
+    assert short.starts(kept) == {0: (3, 1, 6), 1: (3, 1, 6)}
+    assert toy_job(**shape, split="shared").starts(kept) == {0: (3, 3, 22), 1: (3, 3, 22)}
 
 
 @pytest.mark.parametrize(
@@ -366,3 +392,27 @@ def test_a_killed_worker_goes_on_at_its_batch(tmp_path: Path) -> None:
     assert len(steps) > 30 and {9, len(batches) - 1} <= {e["step"] for e in steps}
     for event in steps:
         assert batches[event["step"]] - batches[event["step"] - 1] == event["local_steps"]
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_has_every_batch_in_its_books(tmp_path: Path) -> None:
+    """Workers that were through go back to a push that it has, and make the same ones again."""
+    slowly = ("--slow-worker", "0:5x,1:15x", "--epochs", "6", "--checkpoint-every", "5")
+    run = LocalRun(
+        tmp_path, "--local-steps", "5:auto", "--servers", "2", *slowly, recipe="momentum"
+    )
+    run.wait_for_steps(5)
+    run.kill("ps --index 1")
+    assert run.wait() == 0, run.text()
+    for rank in range(2):
+        batches = [-1, *pushes_of(run.run_dir, rank)]
+        assert batches[-1] == 6 * 12 - 1
+        for event in steps_of(run.run_dir, rank):
+            assert batches[event["step"]] - batches[event["step"] - 1] == event["local_steps"]
+    for shard in run.summary()["kept"]:
+        counted = sum(shard[name] for name in ("applied", "dropped", "rejected", "lost"))
+        assert (
+            counted
+            == shard["gradients"]
+            == len(pushes_of(run.run_dir, 0)) + len(pushes_of(run.run_dir, 1))
+        )

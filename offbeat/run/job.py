@@ -660,22 +660,41 @@ class Job:
         applied = checkpoint.applied()
         incarnation = max((i for i, _ in applied.values()), default=0)
         done = {rank: sequence for rank, (_, sequence) in applied.items()}
-        if before["paces"]:  # pushes are no measure there, but batches are
-            done = checkpoint.batches()
-            steps = {"steps_per_epoch": before["batches_per_epoch"], "batch_size": before["drawn"]}
-            before = {**before, **steps}
+        if (before["paces"] or self.config.paces) and "drawn" in before:
+            return self._starts_by_batches(checkpoint, incarnation)
         found = {}
         for rank in range(self.config.workers):
             start = self._done(rank, done, before, self.steps_per_epoch(rank), self.step_size)
             batches = self._done(rank, done, before, self._batches_per_epoch(rank), self._drawn)
-            start = min(start, self.num_steps(rank) or start)
-            if (
-                self.config.paces
-            ):  # it goes on after this many, so that a push has to stand for them
-                batches = min(batches, self.num_batches(rank) or batches)
-                start = max(start, int(batches > 0))
-            found[rank] = incarnation, start, batches
+            found[rank] = self._start(rank, incarnation, start, batches)
         return found
+
+    def _starts_by_batches(self, checkpoint: Checkpoint, incarnation: int) -> dict[int, Start]:
+        """The same where pushes are no measure, since workers take different numbers of steps. With
+        shares as they were each goes on where it was."""
+        before, done = checkpoint.plan, checkpoint.batches()
+        shares = {key: self.plan[key] for key in ("num_workers", "split", "drawn")}
+        is_shared_out_alike = {key: before[key] for key in shares} == shares
+        of_batches = {"steps_per_epoch": before["batches_per_epoch"], "batch_size": before["drawn"]}
+        found = {}
+        for rank in range(self.config.workers):
+            per_epoch = self._batches_per_epoch(rank)
+            batches = done.get(rank, 0)
+            if not is_shared_out_alike:
+                batches = self._done(rank, done, {**before, **of_batches}, per_epoch, self._drawn)
+            epochs, rest = (0, batches) if per_epoch is None else divmod(batches, per_epoch)
+            steps = epochs * (self.steps_per_epoch(rank) or 0)
+            steps += rest // self.config.batches_per_step
+            found[rank] = self._start(rank, incarnation, steps, batches)
+        return found
+
+    def _start(self, rank: int, incarnation: int, steps: int, batches: int) -> Start:
+        """No later than the work is done."""
+        steps = min(steps, self.num_steps(rank) or steps)
+        if self.config.paces:  # it goes on after so many batches: some push has to stand for them
+            batches = min(batches, self.num_batches(rank) or batches)
+            steps = max(steps, int(batches > 0))
+        return incarnation, steps, batches
 
     def _done(
         self,
