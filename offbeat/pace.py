@@ -43,7 +43,7 @@ class Pace:
         if not (self.speed and self._fastest):
             return self._most
         share = min(1.0, self.speed / self._fastest)
-        return max(1, math.floor(self._most * share + 1e-9))  # a third of 6 is 2
+        return max(1, math.floor(self._most * share + 1e-9))  # 29% of 100 are 29
 
     def pushed(self, step: int, num_steps: int, batches: int) -> None:
         """`batches`: how many were gone through with it."""

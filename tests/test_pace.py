@@ -41,12 +41,12 @@ def test_slower_workers_take_fewer_steps_and_one_at_least() -> None:
     for fastest, expected in [(25.0, 50), (75.0, 16), (25.1, 49), (1e6, 1), (10.0, 50), (0.0, 50)]:
         pace.told(fastest)
         assert pace.num_steps(2) == expected, fastest
-    thirds = Pace(6)
-    thirds.measured(6, within_s=6 * 0.3)
-    thirds.told(3 * thirds.speed)
-    assert thirds.num_steps(1) == 2
-    thirds.measured(2, within_s=0.0)  # a clock that is too coarse
-    assert thirds.num_steps(1) == 6
+    exact = Pace(100)
+    exact.measured(29, within_s=1.0)
+    exact.told(100.0)
+    assert exact.num_steps(1) == 29, "not what 29 / 100 * 100 is in floating point"
+    exact.measured(2, within_s=0.0)  # a clock that is too coarse
+    assert exact.num_steps(1) == 100
 
 
 def test_a_push_that_is_made_again_stands_for_as_many_steps() -> None:
@@ -248,7 +248,8 @@ def test_every_epoch_is_gone_through_once_under_every_discipline(
         assert pushes_of(tmp_path / "r", rank)[-1] == 31
     fastest = [e["local_steps"] for e in steps_of(tmp_path / "r", 0)]
     assert fastest == ([6, 2] if several == 1 else [4]) * 4, "an epoch has eight batches"
-    assert 2 in {e["local_steps"] for e in steps_of(tmp_path / "r", 1)[1:]}
+    if discipline in ("sync", "bounded"):  # elsewhere it may be through before the others begin
+        assert 2 in {e["local_steps"] for e in steps_of(tmp_path / "r", 1)[1:]}
     kept = result.summary["kept"]
     assert {shard["applied"] for shard in kept} == {result.summary["gradients"]}
     assert result.summary["test_loss"] < 0.9
