@@ -481,7 +481,7 @@ class TrainConfig:
     @property
     def most_local_steps(self) -> int:
         """How many a worker takes from one exchange to the next; with auto the fastest."""
-        return int(str(self.local_steps or 1).partition(":")[0])
+        return 1 if self.local_steps is None else int(str(self.local_steps).partition(":")[0])
 
     @property
     def paces(self) -> bool:
