@@ -21,7 +21,7 @@ exchange to the next, as here.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,10 @@ from torch import Tensor
 from offbeat.aliases import Segment
 from offbeat.optim import Optimizer, Schedule
 from offbeat.rules import Gradient
-from offbeat.shard import Shard
+from offbeat.shard import Shard, ShardState
 from offbeat.towers import Towers
+
+POSITION = "position"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,8 @@ class Inner:
     """In a run that is so many local steps long."""
     total_steps: int | None
     steps_per_update: float
-    """How many local steps of one worker an update of the servers stands for."""
+    """How many local steps of one worker an update of the servers stands for; 0: nobody knows, and
+    the schedule goes by the worker's own."""
     fused: bool = False
 
     def shard(self, params: Tensor) -> Shard:
@@ -69,13 +72,20 @@ class LocalTowers(Towers):
         super().__init__(*given, **more, accumulates=True, apart=True)
         self._inner = inner
         self._batches_per_step = batches_per_step
-        self._shard = inner.shard(self.model.params)
-        self._updater = self._shard.make_updater()
+        self._optimize({})
         self._start = self.model.params.clone()
         """Where they were when the last reply had come."""
         self._position = 0
         """How many local steps lie before this one, as the schedule counts them."""
         self._restart()
+
+    def _optimize(self, kept: Mapping[str, Tensor]) -> None:
+        """Begin with what the inner optimizer has `kept`."""
+        params = self.model.params
+        self._shard = self._inner.shard(params)
+        state = {"params": params, **kept}
+        self._shard.load(ShardState(version=0, tensors=state, accounts={}))
+        self._updater = self._shard.make_updater()
 
     def _restart(self) -> None:
         self._num_batches = 0
@@ -86,6 +96,37 @@ class LocalTowers(Towers):
         self._present: list[bool] = []
         self._num_usable = 0
         self._largest_norm: float | None = None
+
+    # -- what a worker has for itself ----------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        return not self._updater.stateless
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        return self._updater.optimizer_state(), {POSITION: self._position}
+
+    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> bool:
+        position = numbers.get(POSITION)
+        if not isinstance(position, int) or position < 0 or not self._fits(tensors):
+            return False
+        self._optimize(tensors)
+        self._position = position
+        return True
+
+    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether it is what this optimizer keeps of this model; nothing, before its first step."""
+        if not tensors:
+            return True
+        expected, shape_of = self._updater.first_state(), _shape_of
+        return expected.keys() == tensors.keys() and all(
+            shape_of(tensors[name]) == shape_of(tensor) for name, tensor in expected.items()
+        )
+
+    def skip(self, num_batches: int) -> None:
+        self._position = max(self._position, num_batches // self._batches_per_step)
+
+    # -- a step --------------------------------------------------------------------------------
 
     def begin(self, version: int) -> None:
         self._restart()
@@ -143,3 +184,7 @@ class LocalTowers(Towers):
         self._present = [a or b for a, b in zip(before, present, strict=True)]
         if self.norm is not None:
             self._largest_norm = max(self.norm, self._largest_norm or 0.0)
+
+
+def _shape_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)

@@ -453,6 +453,13 @@ class Updater:
         """What torch keeps per Parameter, by the names that aliases.py gives it."""
         return pack(self.aliases, self.optimizer.state, self.shard.params.numel())
 
+    def first_state(self) -> dict[str, Tensor]:
+        """The same as it would be after a first step on zeros: which names there are, how long, and
+        of what."""
+        begun = self._begin(torch.zeros_like(self.shard.params), first=False)
+        kept = {alias.param: state for alias, state in zip(self.aliases, begun, strict=True)}
+        return pack(self.aliases, kept, self.shard.params.numel())
+
     def _step(
         self,
         values: Tensor,
@@ -570,8 +577,9 @@ class Updater:
                     made[key] = value
             self.optimizer.state[alias.param] = made
 
-    def _begin(self, params: Tensor) -> list[dict[str, Any]]:
-        """For each alias, its state when it is made, were `params` the parameters."""
+    def _begin(self, params: Tensor, *, first: bool = True) -> list[dict[str, Any]]:
+        """For each alias, its state when it is made, were `params` the parameters; or (not `first`)
+        after the step that made it."""
         aliases = [Alias(params, alias.segments) for alias in self.aliases]
         dry = self._build(aliases)
         self._tell(dry, self._rates.at(0))
@@ -580,7 +588,7 @@ class Updater:
             alias.param.grad = self._no_gradient(alias)
             dry.state[alias.param] = state
         dry.step()
-        return [state.first for state in begun]
+        return [state.first if first else state for state in begun]
 
     def _no_gradient(self, alias: Alias) -> Tensor:
         """Zeros, as the optimizer takes them for this alias."""

@@ -16,7 +16,7 @@ gradients back.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -196,6 +196,25 @@ class Towers:
 
     def begin(self, version: int) -> None:
         """A step begins, with the parameters of this version of the first shard."""
+
+    # -- what a worker has for itself ----------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything here outlives a step that no server has."""
+        return False
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What that is now, by names, in memory of its own; and numbers beside it."""
+        return {}, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> bool:
+        """Go on with what `state` gave in another life, before the first step of this one; False:
+        it is none of this model and optimizer, and nothing is changed."""
+        return not (tensors or numbers)
+
+    def skip(self, num_batches: int) -> None:
+        """So many were gone through in another life."""
 
     # -- parameters ----------------------------------------------------------------------------
 

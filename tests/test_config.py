@@ -60,6 +60,7 @@ def test_the_flags_are_frozen() -> None:
         "memory_per_server",
         "worker_timeout",
         "max_restarts",
+        "fresh_worker_state",
         "slow_worker",
         "kill_worker",
         "lying_worker",

@@ -1,6 +1,8 @@
 """Steps that workers take by themselves: beside loops that are written out here."""
 
+import itertools
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Spiced, cross_entropy, toy_data, toy_job, toy_recipe
+from processes import LocalRun
 from torch import nn
 
 import offbeat
@@ -252,12 +255,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
         train(tmp_path / "r", recipe, local_steps=4)
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    """To the bit where the inner optimizer keeps nothing; the middle of an epoch, with an odd
-    step at its end."""
+INSIDE = {
+    "SGD": SGD(lr=0.1),
+    "momentum": SGD(lr=0.05, momentum=0.9),
+    "AdamW": AdamW(lr=0.01),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_run_goes_on_where_it_was(tmp_path: Path, inside: str) -> None:
+    """To the bit, whatever the inner optimizer keeps; in the middle of an epoch, with an odd step
+    at its end."""
     shape: dict[str, Any] = {"local_steps": 5}
     recipe = toy_recipe(
-        lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)),
+        optimizer=INSIDE[inside],
+        model=lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)),
         augment=lambda batch, generator: (
             batch[0] + torch.randn(batch[0].shape, generator=generator),
             batch[1],
@@ -266,8 +278,120 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", recipe, steps=13, **shape)
     train(tmp_path / "cut", recipe, steps=7, **shape)
     cut = offbeat.resume(tmp_path / "cut", recipe, steps=13)
+    assert_same(cut, whole)
+    assert "begins anew" not in (tmp_path / "cut/logs/master.log").read_text()
+
+
+def assert_same(found: offbeat.Result, other: offbeat.Result) -> None:
+    for name, value in other.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+
+
+def test_every_worker_goes_on_with_what_it_kept(tmp_path: Path) -> None:
+    """Sums of a sync round are made in rank order, and rates go by local steps."""
+    shape: dict[str, Any] = {"local_steps": 3, "workers": 3, "servers": 2, "discipline": "sync"}
+    recipe = toy_recipe(optimizer=AdamW(lr=0.01), schedule=lambda step, total: 1 / (1 + step))
+    whole = train(tmp_path / "whole", recipe, steps=9, **shape)
+    train(tmp_path / "cut", recipe, steps=4, **shape)
+    cut = offbeat.resume(tmp_path / "cut", recipe, steps=9)
+    assert_same(cut, whole)
+    states = sorted(path.name for path in (tmp_path / "cut/states").iterdir())
+    assert states == ["worker-0", "worker-1", "worker-2"]
+
+
+def log_of(run: Path) -> str:
+    return "".join(path.read_text() for path in sorted((run / "logs").iterdir()))
+
+
+ANEW = {
+    "asked for": ({"fresh_worker_state": True}, "--fresh-worker-state"),
+    "other shares": ({"workers": 2}, "shared out in another way"),
+    "another optimizer": ({"optimizer": "adam"}, "another model, or another optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_what_does_not_fit_begins_anew_and_is_told(tmp_path: Path, name: str) -> None:
+    options, line = ANEW[name]
+    recipe = toy_recipe(optimizer=SGD(lr=0.05, momentum=0.9))
+    whole = train(tmp_path / "whole", recipe, steps=13, local_steps=5)
+    train(tmp_path / "cut", recipe, steps=8, local_steps=5)
+    cut = offbeat.resume(tmp_path / "cut", recipe, steps=13, **options)
+    assert line in log_of(tmp_path / "cut")
+    assert not torch.equal(cut.state_dict()["0.weight"], whole.state_dict()["0.weight"])
+
+
+def test_a_checkpoint_that_is_a_little_older_finds_its_state(tmp_path: Path) -> None:
+    """Servers and workers all died: the newest checkpoint is not of the last push."""
+    shape: dict[str, Any] = {"local_steps": 5, "eval_every": 0, "keep": 9}
+    recipe = toy_recipe(optimizer=SGD(lr=0.05, momentum=0.9))
+    whole = train(tmp_path / "whole", recipe, steps=13, **shape)
+    train(tmp_path / "cut", recipe, steps=5, **shape)
+    offbeat.resume(tmp_path / "cut", recipe, steps=8)
+    shutil.rmtree(tmp_path / "cut/checkpoints/00000008")
+    cut = offbeat.resume(tmp_path / "cut", recipe, steps=13)
+    assert log_of(tmp_path / "cut").count("going on after step 5") == 2, "and not after step 8"
+    assert "begins anew" not in log_of(tmp_path / "cut")
+    assert_same(cut, whole)
+
+
+def test_a_state_of_something_else_is_not_taken() -> None:
+    """Sizes and types are looked at before anything is put into an optimizer."""
+    adam, momentum = (
+        toy_job(toy_recipe(optimizer=optimizer), workers=1, local_steps=2)
+        for optimizer in (AdamW(lr=0.01), SGD(lr=0.1, momentum=0.9))
+    )
+    towers = adam.make_towers(0, adam.make_model())
+    assert towers.restore({}, {"position": 0}), "before the first step there is nothing"
+    trained = trained_towers(adam)
+    tensors, numbers = trained.state()
+    assert numbers == {"position": 2}
+    for name, tensor in tensors.items():
+        for other in (tensor[:-1], tensor.double(), tensor.view(1, -1)):
+            assert not towers.restore({**tensors, name: other}, numbers), name
+        assert not towers.restore({k: v for k, v in tensors.items() if k != name}, numbers)
+    assert not towers.restore({**tensors, "optimizer.element.more": torch.ones(3)}, numbers)
+    for position in (-1, 0.5, None):
+        assert not towers.restore(tensors, {} if position is None else {"position": position})
+    assert towers.state()[0] == {}, "nothing was taken of all that"
+    assert towers.restore(tensors, numbers)
+    found, at = towers.state()
+    assert at == numbers
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert not trained_towers(momentum).restore(tensors, numbers)
+    plain = toy_job(toy_recipe(), workers=1, local_steps=2)
+    assert not plain.make_towers(0, plain.make_model()).keeps
+
+
+def trained_towers(job: Job) -> LocalTowers:
+    """After one exchange."""
+    towers = job.make_towers(0, job.make_model())
+    assert isinstance(towers, LocalTowers) and towers.keeps
+    towers.begin(0)
+    (_, first), (_, second) = itertools.islice(job.batches(0), 2)
+    towers.compute(cross_entropy, towers.deal(first))
+    towers.accumulate(10)
+    towers.compute(cross_entropy, towers.deal(second))
+    towers.take_gradient([torch.empty_like(towers.model.params)], 10)
+    towers.wait()
+    return towers
+
+
+def test_a_worker_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """To the bit: one worker, whose server applies all that it pushes. A round would have closed
+    without it."""
+    flags = ("--workers", "1", "--servers", "2", "--local-steps", "5", "--steps", "40")
+    recipe = toy_recipe(optimizer=SGD(lr=0.05, momentum=0.9), ema=0.99)
+    whole = train(tmp_path / "whole", recipe, servers=2, local_steps=5, steps=40)
+    killed = LocalRun(tmp_path, *flags, "--kill-worker", "0@23", recipe="momentum")
+    assert killed.wait() == 0, killed.text()
+    assert killed.summary()["restarts"] == 1
+    log = log_of(killed.run_dir)
+    assert "going on after step 22" in log
+    assert "begins anew" not in log
+    found = offbeat.load(killed.run_dir)
     for name, value in whole.state_dict().items():
-        assert torch.equal(cut.state_dict()[name], value), name
+        assert torch.equal(found[name], value), name
 
 
 def test_what_cannot_be_is_said_at_once() -> None:

@@ -273,9 +273,9 @@ class Mirror:
         self.folder = RunFolder(place / f"{order.name}-{order.generation}-{os.getpid()}")
         for part in (self.folder.logs, self.folder.events):
             part.mkdir(parents=True)
-        states = place / "states"  # of scripts, which may be started again on this node
+        states = place / "states"  # of workers, which may be started again on this node
         states.mkdir(exist_ok=True)
-        (self.folder.path / "states").symlink_to(states)
+        self.folder.states.symlink_to(states)
         self.folder.write_json(self.folder.config, dict(order.described))
         if order.initial is not None:
             self.folder.initial.write_bytes(order.initial)

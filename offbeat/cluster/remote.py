@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,6 +175,7 @@ def run_worker(
         stop=stop,
         say=show,
         network=network,
+        states=states_of(Configure.read(told, {}).run),
         generation=incarnation,
         model=model,
         connect_timeout_s=start_timeout_s,
@@ -355,6 +357,11 @@ def _enter(
     terms = dataclasses.replace(network.terms, peer_timeout_s=job.config.worker_timeout)
     entered = SocketNetwork(network.addresses, terms, network.say)
     return job, entered, lambda: time.monotonic() - began_s
+
+
+def states_of(run: str) -> Path:
+    """Where the workers of this machine keep what no server of the run has."""
+    return Path("runs") / f"cluster-{run}" / "states"
 
 
 def check_servers(run: Configure, network: SocketNetwork) -> None:

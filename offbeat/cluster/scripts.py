@@ -12,12 +12,18 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from offbeat.cluster.bootstrap import config_from
 from offbeat.cluster.endpoint import Endpoint
-from offbeat.cluster.remote import CallSink, Flushing, ask_config, check_servers, with_patience
+from offbeat.cluster.remote import (
+    CallSink,
+    Flushing,
+    ask_config,
+    check_servers,
+    states_of,
+    with_patience,
+)
 from offbeat.errors import ConfigError, ConnectionClosedError, StepError
 from offbeat.loops.description import Description
 from offbeat.loops.running import run_script
@@ -87,7 +93,7 @@ def _make_seat(
         stop=stop,
         records=SentRecords(log, lambda name: CallSink(entered, name)),
         log=log,
-        states=Path("runs") / f"cluster-{run.run}" / "states",
+        states=states_of(run.run),
         network=lambda job, description: entered,
         agree=lambda mine: mine.agreed(known),
         connect_timeout_s=endpoint.start_timeout_s,

@@ -67,6 +67,7 @@ class ClusterEngine(ThreadEngine):
             say=display.notice,
             network=network,
             folder=folder,
+            states=folder.states,
             generation=incarnation,
             model=rank_0,
             summaries=self._summaries,

@@ -49,6 +49,7 @@ class InprocEngine(ThreadEngine):
             clock=self.clock,
             network=InprocNetwork(listeners),
             folder=self.folder,
+            states=self.folder.states,
             owns_process=False,
             summaries=self._summaries,
         )

@@ -106,7 +106,7 @@ class ScriptedEngine(Engine):
             stop=self._stop,
             records=self._records,
             log=self._records.log("master"),
-            states=self.folder.path / "states",
+            states=self.folder.states,
             network=self._make_network,
             agree=self._agree,
             reports=self._report,

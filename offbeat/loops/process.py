@@ -67,7 +67,7 @@ def _run_script(
         stop=control.stop,
         records=records,
         log=log,
-        states=folder.path / "states",
+        states=folder.states,
         network=lambda job, description: ClusterNetwork(home),
         agree=agree,
         reports=control.reports,

@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offbeat.flat import FlatModel
@@ -119,6 +120,8 @@ class Context:
     """How the servers are reached; for workers and the master."""
     folder: RunFolder | None = None
     """For the master and the evaluator; None: it lies on another machine."""
+    states: Path | None = None
+    """For workers: where those of this machine keep what no server has; None: nowhere."""
     source: CheckpointSource | None = None
     """Where an evaluator finds checkpoints; None: in the folder."""
     generation: int = 0

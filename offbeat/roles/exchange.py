@@ -104,6 +104,10 @@ class Exchange:
         """What went to each shard last."""
         self._replies: list[ReplyHeader] = []
         """What came from each shard last: a reply, or what a welcome stands for."""
+        self.batches = 0
+        """How many the worker had gone through with the step that `join` returned."""
+        self.fastest = 0.0
+        """The speed of the fastest worker, as the first server said last; 0: it did not."""
         self._left = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
 
@@ -147,6 +151,7 @@ class Exchange:
             self._links.append(self._join(shard, **first))
         self._replies = [_reply_of(link.welcome) for link in self._links]
         done = max(reply.sequence for reply in self._replies)
+        self.batches = max(link.welcome.batches for link in self._links)
         if done:
             self._log.info("going on after step %d", done)
         self._land()
@@ -220,10 +225,19 @@ class Exchange:
         return slot.floats, slot.ints
 
     def push(
-        self, step: int, present: Sequence[bool], versions: Sequence[int], *, void: bool = False
+        self,
+        step: int,
+        present: Sequence[bool],
+        versions: Sequence[int],
+        *,
+        batch: int | None = None,
+        void: bool = False,
+        speed: float = 0.0,
     ) -> None:
         """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one;
-        `versions`: of the parameters that it was computed on, which may have been replaced since.
+        `versions`: of the parameters that it was computed on, which may have been replaced since;
+        `batch`: its last one, where steps are not of one each; `speed`: what the first server is
+        told of the worker's.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
         take half of it."""
         slots = self.gradient_slots
@@ -237,11 +251,12 @@ class Exchange:
                 self._incarnation,
                 step,
                 version,
-                batch=step - 1,
+                batch=step - 1 if batch is None else batch,
                 epoch=link.welcome.epoch,
                 shard=shard,
                 void=void,
                 masked=masked,
+                speed=0.0 if shard else speed,
             )
             for shard, (link, version) in enumerate(zip(self._links, versions, strict=True))
         ]
@@ -259,6 +274,7 @@ class Exchange:
         at a shard that has it, for the first to push the next."""
         for shard in range(len(self._links)):
             self._replies[shard] = self._await(shard)
+        self.fastest = self._replies[0].fastest or self.fastest
         self._land()
         return _pooled(self._replies)
 

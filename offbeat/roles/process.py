@@ -101,6 +101,7 @@ def run_in_folder(
         report=control.reports,
         network=PeerNetwork(cluster.meeting) if cluster.meeting else ClusterNetwork(home),
         folder=folder,
+        states=folder.states,
         generation=_generation(cluster, role, index),
         listener=_listen(home, job, index, control) if role == "ps" else None,
         summaries=summaries,

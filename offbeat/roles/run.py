@@ -22,6 +22,7 @@ from offbeat.roles.context import Context, Progress
 from offbeat.roles.control import REPORT_EVERY_S
 from offbeat.roles.evaluator import Evaluator, FolderSource
 from offbeat.roles.judging import make_referee
+from offbeat.roles.keeping import Keeper
 from offbeat.roles.master import Master
 from offbeat.roles.norms import Norms
 from offbeat.roles.scoring import score_line
@@ -141,6 +142,11 @@ class WorkerRole(Role):
             incarnation=context.generation,
             seeds_torch=context.owns_process and len(job.crew(rank)) == 1,
             summaries=summaries,
+            keeper=Keeper(
+                None if context.states is None else context.states / name,
+                job.config.fresh_worker_state,
+                records.log(name),
+            ),
             say=context.say,
             connect_timeout_s=context.connect_timeout_s,
         )

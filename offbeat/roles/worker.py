@@ -18,6 +18,7 @@ as a thread.
 """
 
 import functools
+import itertools
 import logging
 import math
 import threading
@@ -30,11 +31,13 @@ import torch
 from offbeat.data.batches import Batch, StepBatch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.ledger import number
+from offbeat.pace import Pace
 from offbeat.place import at
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
 from offbeat.roles.faults import make_faults
+from offbeat.roles.keeping import Keeper
 from offbeat.roles.peers import Peers
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
@@ -43,6 +46,7 @@ from offbeat.towers import Towers
 from offbeat.transport.base import Network
 
 IDENTITY_CHECK_EVERY = 100
+CUT = "cut"
 
 
 @dataclass(slots=True)
@@ -75,6 +79,9 @@ class _Step:
     """For the exchange of the step before, in the midst of this one."""
     pushed_s: float = 0.0
     """From when on it had nothing to do but to wait."""
+    num_batches: int = 0
+    local_steps: int | None = None
+    """Where workers take different numbers of them."""
 
 
 class Worker:
@@ -95,13 +102,14 @@ class Worker:
         incarnation: int = 0,
         seeds_torch: bool = False,
         summaries: StepSummaries | None = None,
+        keeper: Keeper | None = None,
         say: Callable[[str], None] | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
         from torch's own generator can be made to depend on nothing but seed, rank and step; what a
-        captured step draws always does. `say` shows the user the lines that --log-every asks
-        for."""
+        captured step draws always does. `keeper`: where it keeps what no server has; None: nowhere.
+        `say` shows the user the lines that --log-every asks for."""
         self.job = job
         self.rank = rank
         self.towers = towers
@@ -112,6 +120,10 @@ class Worker:
         """Why it has left, as a server put it, or whoever stopped it."""
         self.stats = WorkerStats()
         self._overlaps = job.config.overlap
+        self._pace = Pace(job.config.most_local_steps) if job.config.paces else None
+        self._batches = 0
+        """Where every worker says itself when a step ends: how many it had gone through with the
+        last one."""
         self._unwritten: _Step | None = None
         self._under_way: _Step | None = None
         """One that was pushed, and is not answered yet."""
@@ -136,6 +148,7 @@ class Worker:
         )
         """Of a batch; the next one's is worked out while there is time."""
         self._summaries = summaries
+        self._keeper = keeper or Keeper(None, False, log)
         self._say = say if job.config.log_every else None
         self._said = (0.0, 0, 0)
         """When a line was shown last, after how many steps and examples."""
@@ -154,9 +167,9 @@ class Worker:
         here = self.job.share(self.rank).place()
         try:
             with at(here), self.towers.in_stream(), closing(self.towers), self._exchange:
-                self.step = self._exchange.join() + 1
+                self._go_on_after(self._exchange.join())
                 while self._train():
-                    self.step = self._exchange.finish(self.step - 1) + 1
+                    self._go_back_to(self._exchange.finish(self.step - 1))
         except ConnectionClosedError as error:
             if not error.over and not self._stop.is_set():
                 raise
@@ -164,11 +177,45 @@ class Worker:
             self.log.info("%s", error)
         self.log.info("left after %d steps", self.step - 1)
 
+    def _go_on_after(self, done: int) -> None:
+        """With what this worker had for itself then, in its former life."""
+        self.step = done + 1
+        if self._pace is not None and done:
+            self._batches = self._exchange.batches
+            self.towers.skip(self._batches)
+            self.log.info("going on after batch %d", self._batches)
+        if not self.towers.keeps or (kept := self._keeper.load(done)) is None:
+            return
+        tensors, numbers = kept
+        cut = numbers.pop(CUT, None)
+        if cut != self.job.cut_mark:
+            why = "it was kept where the data was shared out in another way"
+        elif not self.towers.restore(tensors, numbers):
+            why = "it is of another model, or another optimizer"
+        else:
+            return
+        self.log.warning("what this worker keeps begins anew after step %d: %s", done, why)
+
+    def _go_back_to(self, done: int) -> None:
+        """A server has lost what came after that step."""
+        self.step = done + 1
+        if self._pace is not None:  # those of another life it was told of when it came
+            found = self._pace.batches(done)
+            self._batches = self._exchange.batches if found is None else found
+
+    def _keep(self) -> None:
+        """What belongs to the push that is about to be sent. It waits for the disk: what a server
+        has must not be newer than what is kept here."""
+        if self.towers.keeps:
+            tensors, numbers = self.towers.state()
+            self._keeper.save(self.step, tensors, {**numbers, CUT: self.job.cut_mark})
+
     def _train(self) -> bool:
         """Returns whether all steps are done; else this worker was told to stop."""
         self.towers.train()
         device = self.towers.first_device
-        batches = self.job.step_batches(self.rank, self.step - 1, device, self.log.warning)
+        start = self.step - 1 if self._pace is None else self._batches
+        batches = self.job.step_batches(self.rank, start, device, self.log.warning)
         with closing(batches):
             return self._train_on(batches)
 
@@ -216,15 +263,24 @@ class Worker:
             self._forward_seed(last.number + 1)
         step.loss, is_usable = self.towers.wait()
         step.norm = self.towers.norm
-        self._check_loss(step.loss, last.batch)
+        self._check_loss(step, last.batch)
         if is_told or not self._overlaps:
             self._hold_up(step)
+        self._keep()
         computed_s = self._clock()
         step.compute_s = computed_s - step.start_s - step.prepare_s - step.waited_s
+        self._note_pace(step, last, computed_s)
         if self._overlaps:  # what the last exchange brought, before the next one's may come
             self._take_in()
         self._faults.pushing(slot.values for slot in self._exchange.gradient_slots)
-        self._exchange.push(self.step, present, versions, void=not is_usable)
+        self._exchange.push(
+            self.step,
+            present,
+            versions,
+            batch=last.number,
+            void=not is_usable,
+            speed=0.0 if self._pace is None else self._pace.speed,
+        )
         self._under_way, step.pushed_s = step, computed_s
         if not is_told:  # prepared while the exchange is under way
             within_s = step.prepare_s
@@ -236,6 +292,8 @@ class Worker:
     def _await(self, step: _Step) -> None:
         """The reply to what was pushed last."""
         step.outcome = self._exchange.await_all()
+        if self._pace is not None:
+            self._pace.told(self._exchange.fastest)
         if not self._overlaps:
             self._take_in()
         step.exchange_s = self._clock() - step.pushed_s
@@ -264,11 +322,16 @@ class Worker:
     ) -> tuple[StepBatch, int]:
         """Compute all batches of a step; returns the last one, whose gradient is not yet with those
         of the others, and how many examples it holds."""
-        while not batch.ends_step:
+        most = math.inf
+        if self._pace is not None:
+            most = self._pace.num_steps(self.step) * self.job.config.accumulate
+        step.num_batches = 1
+        while not batch.ends_step and step.num_batches < most:
             self._compute(batch)
             count = batch_length(batch.batch)
             self.towers.accumulate(count)
             step.num_examples += count
+            step.num_batches += 1
             upcoming = self._prepare(others, step)
             assert upcoming is not None, "a step ends with its last batch"
             batch = upcoming
@@ -276,6 +339,16 @@ class Worker:
         count = batch_length(batch.batch)
         step.num_examples += count
         return batch, count
+
+    def _note_pace(self, step: _Step, last: StepBatch, computed_s: float) -> None:
+        """How long the worker itself took for its local steps, held up or not."""
+        if self._pace is None:
+            return
+        own_s = computed_s - step.start_s - step.waited_s + self._prepared_s
+        step.local_steps = -(-step.num_batches // self.job.config.accumulate)
+        self._batches = last.number + 1
+        self._pace.measured(step.local_steps, own_s)
+        self._pace.pushed(self.step, step.local_steps, self._batches)
 
     def _prepare(self, batches: Iterator[StepBatch], step: _Step) -> StepBatch | None:
         """The next batch, if there is one; `step` is told how long that took."""
@@ -314,25 +387,27 @@ class Worker:
             self.towers.seed(seed, captured_only=not self._seeds_torch)
         self.towers.compute(self.job.recipe.loss, self.towers.deal(batch.batch), eagerly=eagerly)
 
-    def _check_loss(self, loss: float, batch: Batch) -> None:
+    def _check_loss(self, step: _Step, batch: Batch) -> None:
+        loss = step.loss
         if not math.isfinite(loss):
             batches: Iterable[Batch] | None = [batch]
-            if (
-                self.towers.is_told or self.job.config.batches_per_step > 1
-            ):  # it is not the only one, or
-                batches = self._made_again()  # the next one may have been put into its place
+            if self.towers.is_told or self.job.config.batches_per_step > 1:
+                # it is not the only one, or the next one may have been put into its place
+                batches = self._made_again(step.num_batches)
             raise NonFiniteLossError(
                 f"the loss became {loss} in worker {self.rank} at step {self.step}; "
                 f"{self._likely_reason(batches)}. The state before it is kept in the run's last "
                 f"checkpoint."
             )
 
-    def _made_again(self) -> Iterator[Batch] | None:
-        """The batches of this step, where data can be gone through twice."""
+    def _made_again(self, count: int) -> Iterator[Batch] | None:
+        """The `count` batches of this step, where data can be gone through twice."""
         if self.job.facts.num_batches is None:
             return None
         device = self.towers.first_device
-        return _of_one_step(self.job.step_batches(self.rank, self.step - 1, device))
+        start = self.step - 1 if self._pace is None else self._batches
+        batches = self.job.step_batches(self.rank, start, device)
+        return (found.batch for found in itertools.islice(batches, count))
 
     def _likely_reason(self, batches: Iterable[Batch] | None) -> str:
         """Why a loss is not finite, and the remedy. Parameters come first: where they have run
@@ -393,19 +468,13 @@ class Worker:
         self._said = (now_s, stats.num_steps, stats.num_examples)
 
 
-def _of_one_step(batches: Iterator[StepBatch]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch.batch
-        if batch.ends_step:
-            return
-
-
 def _step_line(worker: int, step: _Step) -> str:
     """A step's event. There are many, so that it is not put together by json."""
     norm = "" if step.norm is None else f', "norm": {number(step.norm)}'
+    local = "" if step.local_steps is None else f', "local_steps": {step.local_steps}'
     return (
         f'{{"kind": "step", "worker": {worker}, "step": {step.number}, "epoch": {step.epoch}, '
         f'"loss": {step.loss!r}, "examples": {step.num_examples}, "outcome": "{step.outcome}", '
         f'"start_s": {step.start_s:.6f}, "compute_s": {step.compute_s:.6f}, '
-        f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}{norm}}}'
+        f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}{local}{norm}}}'
     )

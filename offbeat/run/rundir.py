@@ -43,6 +43,8 @@ class RunFolder:
         self.logs = path / "logs"
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"
+        self.states = path / "states"
+        """What workers of this machine keep of their own, each in a folder of its name."""
         self.enough = path / "enough.json"
         """Why the run is to end before its work is done; written by the evaluator."""
         self.falls = path / "falls.json"

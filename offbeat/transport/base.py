@@ -58,7 +58,7 @@ class PushHeader:
     base_version: int
     """The version of the parameters that the gradient was computed on."""
     batch: int
-    """Which of the worker's batches it was computed on."""
+    """Which of the worker's batches it was computed on, counted from 0; of several the last."""
     epoch: int = 0
     """Of the server that it is meant for, which refuses what belongs to another one."""
     shard: int = 0
@@ -71,6 +71,8 @@ class PushHeader:
     that is dense; else there are none to count."""
     num_rows: int = 0
     """How many numbers of the slot's `rows` say which rows these are."""
+    speed: float = 0.0
+    """How many local steps per second the worker takes; 0: nobody needs to know."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class ReplyHeader:
     """How many bytes the rows are that have changed, with all that is dense; 0: all are sent."""
     num_rows: int = 0
     """How many numbers of the slot's `rows` say which rows these are."""
+    fastest: float = 0.0
+    """The speed of the fastest worker that is there, to one that told its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class WelcomeHeader:
     """How often the server was started again."""
     last: bool = False
     """The run is being stopped, and the worker is to take no step."""
+    batches: int = 0
+    """How many of its batches the worker had gone through with that gradient."""
 
 
 @dataclass(frozen=True, slots=True)
