@@ -14,8 +14,9 @@ from torch import Tensor
 import offbeat
 from offbeat.cli import main
 from offbeat.config import DISCIPLINES, make_config, options
-from offbeat.disciplines import BUILT_IN, Action, Apply, Discipline, Push, Reply
+from offbeat.disciplines import Action, Apply, Discipline, Push, Reply
 from offbeat.errors import ConfigError
+from offbeat.family import BUILT_IN
 from offbeat.plugins import Choice, Option, parse
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Gradient, Rule

@@ -29,8 +29,8 @@ from offbeat.config import (
     rule_of,
     settings,
 )
-from offbeat.disciplines import BUILT_IN
 from offbeat.errors import ConfigError, RunDirError, nearest
+from offbeat.family import BUILT_IN
 from offbeat.plugins import Choice
 from offbeat.scripts import check_options
 

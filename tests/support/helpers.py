@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from offbeat import SGD, Recipe
 from offbeat.config import TrainConfig, make_config
-from offbeat.disciplines import BUILT_IN, Discipline
+from offbeat.disciplines import Discipline
+from offbeat.family import BUILT_IN
 from offbeat.optim import Optimizer
 from offbeat.run.job import Job
 from offbeat.run.making import make_job
