@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Spiced, cross_entropy, toy_data, toy_job, toy_recipe
+from helpers import DROPPING, Spiced, cross_entropy, toy_data, toy_job, toy_recipe
 from torch import nn
 
 import offbeat
@@ -171,7 +171,8 @@ def test_it_goes_with_every_discipline_and_counts_right(tmp_path: Path, discipli
     assert job.num_steps(0) == 9, "twelve batches an epoch"
     result = train(tmp_path / "r", toy_recipe(Spiced), servers=2, **shape)
     assert result.summary["gradients"] == 18
-    assert result.summary["updates"] == job.facts.total_updates
+    if discipline not in DROPPING:
+        assert result.summary["updates"] == job.facts.total_updates
     assert [worker["examples"] for worker in result.summary["workers"]] == [360, 360]
     assert result.test_accuracy is not None and result.test_accuracy > 0.5
 
