@@ -281,3 +281,13 @@ def test_what_cannot_be_is_said_at_once() -> None:
         toy_job(recipe, local_steps=2)
     with pytest.raises(ConfigError, match="LBFGS"):
         toy_job(local_steps=2, outer_optimizer="LBFGS")
+
+
+@pytest.mark.parametrize(
+    ("discipline", "rate"), [("buffer:2", 0.5), ("buffer:4", 1.0), ("buffer:9", 1.0)]
+)
+def test_servers_go_no_further_than_the_mean_of_what_they_gathered(
+    discipline: str, rate: float
+) -> None:
+    job = toy_job(discipline=discipline, workers=4, local_steps=5)
+    assert job.optimizer.options["lr"] == rate

@@ -32,11 +32,10 @@ class Copies:
         """None: it was refused, and there is nothing to keep."""
         if gradient is None:
             return
-        if gradient.ids:  # as many rows as it happens to have; never on a device
-            ids = [mine.clone() for mine in gradient.ids]
-            record.copy = dataclasses.replace(_copied(gradient, None), ids=ids)
-        else:
-            record.copy = _copied(gradient, self._spare.pop() if self._spare else None)
+        # of rows there are as many as it happens to have, never on a device; which ones they are
+        # is its own already
+        fits = not gradient.ids and self._spare
+        record.copy = _copied(gradient, self._spare.pop() if fits else None)
 
     def give_back(self, record: PushRecord) -> None:
         if record.copy is not None and not record.copy.ids:
