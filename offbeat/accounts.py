@@ -12,6 +12,10 @@ event of a worker at a time:
     book = AccountBook()
     book.claim(0, 0, sequence=1), book.settle(0, 0, 1, APPLIED)
     book.accounts[0].applied
+
+A push may be *pending*: answered before it is applied, so that its worker pushes again meanwhile.
+It is in no account yet. While the server lives, its worker goes on after it; a checkpoint does not
+have it, so that whoever goes on from there does it again, or counts it as lost.
 """
 
 from collections.abc import Iterable, Mapping
@@ -72,19 +76,44 @@ class AccountBook:
         self._claimed: dict[int, tuple[int, int]] = {}
         self._heard: set[int] = set()
         """Whose pushes were settled since the book was loaded."""
+        self._pending: dict[int, dict[int, tuple[int, int]]] = {}
+        """By worker and sequence, which incarnation pushed what is pending, and how many batches it
+        had gone through with it."""
+        self._through: dict[int, tuple[int, int]] = {}
+        """The incarnation and last push of workers that are done, and have something pending."""
 
     def load(self, accounts: Mapping[int, Account]) -> None:
         self.accounts = copied(accounts)
-        self._claimed.clear()
-        self._heard.clear()
+        for kept in (self._claimed, self._heard, self._pending, self._through):
+            kept.clear()
+
+    def copy(self) -> Accounts:
+        """For a checkpoint. What is pending behind a later one that is settled would be passed over
+        by whoever goes on from it: there it is lost."""
+        accounts = copied(self.accounts)
+        for worker, pending in self._pending.items():
+            if (account := accounts.get(worker)) is not None:
+                account.lost += sum(sequence <= account.sequence for sequence in pending)
+        return accounts
 
     def admit(self, worker: int) -> int:
-        """A worker comes, and nothing of it is under way: whatever it pushed before is settled, or
-        will never be. Returns the sequence of its last push that is."""
+        """A worker comes, and nothing of it is under way: whatever it pushed before is settled or
+        pending, or will never be. Returns the sequence of its last push that is."""
         account = self.accounts.get(worker)
         at = (-1, 0) if account is None else (account.incarnation, account.sequence)
+        if (pending := self._pending.get(worker)) and (last := max(pending)) > at[1]:
+            at = (pending[last][0], last)
+        self._through.pop(worker, None)
         self._claimed[worker] = at
         return at[1]
+
+    def batches(self, worker: int) -> int:
+        """How many of its batches the worker had gone through with that push."""
+        account, pending = self.accounts.get(worker), self._pending.get(worker)
+        known = (0, 0) if account is None else (account.sequence, account.batches)
+        if pending and (last := max(pending)) > known[0]:
+            return pending[last][1]
+        return known[1]
 
     def claim(self, worker: int, incarnation: int, sequence: int) -> bool:
         """Whether this push is new; from now on it is not."""
@@ -93,6 +122,8 @@ class AccountBook:
         account = self.accounts.get(worker)
         if account is not None and sequence <= account.sequence:
             return False  # it is in, whichever process pushed it
+        if sequence in self._pending.get(worker, ()):
+            return False  # it will be
         self._claimed[worker] = (incarnation, sequence)
         return True
 
@@ -101,9 +132,12 @@ class AccountBook:
     ) -> None:
         """A claimed push was applied, or dropped or rejected and answered. `batches`: how many the
         worker has gone through with it."""
+        if pending := self._pending.get(worker):
+            pending.pop(sequence, None)
         account = self._up_to(worker, incarnation, sequence - 1)
-        account.incarnation, account.sequence = incarnation, sequence
-        account.batches = batches
+        if sequence > account.sequence:
+            account.incarnation, account.sequence = incarnation, sequence
+            account.batches = batches
         if outcome == APPLIED:
             account.applied += 1
         elif outcome == DROPPED:
@@ -111,10 +145,19 @@ class AccountBook:
         else:
             assert outcome == REJECTED, outcome
             account.rejected += 1
+        if not pending and worker in self._through:
+            self._up_to(worker, *self._through.pop(worker))
+
+    def defer(self, worker: int, incarnation: int, sequence: int, batches: int = 0) -> None:
+        """A claimed push is answered now, and settled later."""
+        self._pending.setdefault(worker, {})[sequence] = incarnation, batches
 
     def finish(self, worker: int, incarnation: int, sequence: int) -> None:
         """The worker's work is done, and `sequence` was its last push."""
-        self._up_to(worker, incarnation, sequence)
+        if self._pending.get(worker):
+            self._through[worker] = incarnation, sequence
+        else:
+            self._up_to(worker, incarnation, sequence)
 
     def _up_to(self, worker: int, incarnation: int, sequence: int) -> Account:
         """The worker's account, with everything up to `sequence` accounted for. What is missing was
@@ -125,6 +168,8 @@ class AccountBook:
             account = self.accounts[worker] = Account(incarnation, 0)
         if account.sequence < sequence:
             missing = sequence - account.sequence
+            for pending in self._pending.get(worker, ()):
+                missing -= account.sequence < pending <= sequence
             if worker in self._heard and incarnation == account.incarnation:
                 account.dropped += missing
             else:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from offbeat import disciplines
 from offbeat.disciplines import Bounded, Discipline, Sync
 from offbeat.errors import ConfigError, nearest
+from offbeat.family import BUILT_IN, Buffer, Rennala, Ringmaster
 from offbeat.plugins import Choice, Option, find, parse, read_options
 
-DISCIPLINES = tuple(name for name, kind in disciplines.BUILT_IN.items() if kind.served)
+DISCIPLINES = tuple(name for name, kind in BUILT_IN.items() if kind.served)
 """Those that servers have."""
 SPLITS = ("disjoint", "shared")
 BATCHING, DIRECT = "batching", "direct"
@@ -77,7 +77,16 @@ PLUGINS = ("optimizer", "outer_optimizer", "rule")
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
 LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "rule", "backup_workers", "round_timeout"),
-    *("staleness", "threads", "worker_timeout", "max_restarts", *FAULT_OPTIONS),
+    *(
+        "staleness",
+        "max_delay",
+        "collect",
+        "buffer_size",
+        "threads",
+        "worker_timeout",
+        "max_restarts",
+        *FAULT_OPTIONS,
+    ),
     *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track", "engine"),
     "partition",
     *RAY_OPTIONS,
@@ -201,8 +210,9 @@ class TrainConfig:
     discipline: str = _option(
         "apply-reply",
         text,
-        f"when gradients are applied: {', '.join(disciplines.BUILT_IN)}; bounded:S and sync:B say "
-        f"--staleness and --backup-workers too; allreduce has no servers; your own: "
+        f"when gradients are applied: {', '.join(BUILT_IN)}; bounded:S and sync:B say "
+        f"--staleness and --backup-workers too, ringmaster:R, rennala:B and buffer:K --max-delay, "
+        f"--collect and --buffer-size; allreduce has no servers; your own: "
         f"package.module:Class or path/to/file.py:Class",
     )
     servers: int = _option(1, whole, "parameter servers, each with a slice of the parameters")
@@ -294,6 +304,9 @@ class TrainConfig:
     backup_workers: int = _option_of(Sync, "backup_workers")
     round_timeout: float = _option_of(Sync, "round_timeout")
     staleness: float | None = _option_of(Bounded, "staleness", default=None)
+    max_delay: float | None = _option_of(Ringmaster, "max_delay", default=None)
+    collect: int | None = _option_of(Rennala, "collect", default=None)
+    buffer_size: int | None = _option_of(Buffer, "buffer_size", default=None)
     split: str = _option(
         "disjoint",
         text,
@@ -460,8 +473,8 @@ class TrainConfig:
     @property
     def chosen(self) -> Choice[Discipline]:
         """The discipline, with its options, wherever they were given."""
-        source, parts = parse(self.discipline, disciplines.BUILT_IN)
-        kind = find(source, disciplines.BUILT_IN, Discipline, "discipline")
+        source, parts = parse(self.discipline, BUILT_IN)
+        kind = find(source, BUILT_IN, Discipline, "discipline")
         given = read_options(kind, source, parts)
         values = {}
         for option in kind.options:
@@ -502,11 +515,6 @@ class TrainConfig:
         chosen = self.chosen
         each = chosen.kind(range(self.workers), **chosen.values).gradients_per_update
         return self.workers / each
-
-    @property
-    def merges(self) -> bool:
-        """Whether an update may be made out of several gradients."""
-        return self.chosen.kind.merges and self.workers > 1
 
     @property
     def clips_by_norm(self) -> bool:
@@ -658,8 +666,8 @@ def not_overruled(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
         if names & overruled:
             overruled |= names
     if "discipline" in given:
-        source, parts = parse(str(given["discipline"]), disciplines.BUILT_IN)
-        if source != parse(str(before.get("discipline", "")), disciplines.BUILT_IN)[0]:
+        source, parts = parse(str(given["discipline"]), BUILT_IN)
+        if source != parse(str(before.get("discipline", "")), BUILT_IN)[0]:
             overruled |= discipline_options()
             if rule_of(before) in RULES_OF_SEVERAL:
                 overruled.add("rule")
@@ -845,13 +853,13 @@ def _check_pacing(config: TrainConfig) -> None:
 
 def discipline_options() -> set[str]:
     """Options that mean something under one discipline only."""
-    return {option.flag for kind in disciplines.BUILT_IN.values() for option in kind.options}
+    return {option.flag for kind in BUILT_IN.values() for option in kind.options}
 
 
 def _resolve_discipline(config: TrainConfig) -> TrainConfig:
     """Take bounded:2 apart, and refuse options that the chosen discipline would ignore."""
-    source, parts = parse(config.discipline, disciplines.BUILT_IN)
-    kind = find(source, disciplines.BUILT_IN, Discipline, "discipline")
+    source, parts = parse(config.discipline, BUILT_IN)
+    kind = find(source, BUILT_IN, Discipline, "discipline")
     given = read_options(kind, source, parts)
     known = {option.flag: option for option in kind.options}
     _refuse_foreign(config, kind, known)
@@ -887,7 +895,7 @@ def _refuse_foreign(
     config: TrainConfig, kind: type[Discipline], known: Mapping[str, Option]
 ) -> None:
     """An option that belongs to another discipline is not passed over."""
-    for other in disciplines.BUILT_IN.values():
+    for other in BUILT_IN.values():
         for option in other.options:
             default = options()[option.flag].default
             if option.flag not in known and getattr(config, option.flag) != default:
@@ -895,7 +903,7 @@ def _refuse_foreign(
                     f"{option.flag} belongs to the discipline {other.name}, not to {kind.name}"
                 )
     if not kind.merges and rule_of({"rule": config.rule}) in RULES_OF_SEVERAL:
-        merging = [k.name for k in disciplines.BUILT_IN.values() if k.merges]
+        merging = [k.name for k in BUILT_IN.values() if k.merges]
         raise ConfigError(
             f"the rule {config.rule} is for updates of several gradients, as "
             f"{' or '.join(merging)} makes them, and {kind.name} makes each of one"

@@ -18,6 +18,7 @@ server and in tests that script every interleaving:
 
 Each class also says what there is to know about it, so that nobody has to ask for its name. One of
 your own works like a recipe: `--discipline path/file.py:Class`; examples/drop_stale.py is one.
+More of Offbeat's are in family.py, with the list of all.
 
 What a server promises in return, and what the classes rely on: one event at a time (unless
 `locked` is False); pushes of those only who joined or got a reply; every push once.
@@ -94,11 +95,11 @@ class Discipline(Plugin, ABC):
 
     @property
     def gradients_per_update(self) -> int:
-        """How many gradients make an update while all workers are at work."""
+        """How many gradients there are to an update while all workers are at work."""
         return 1
 
     def num_updates(self, steps: Sequence[int]) -> int:
-        """How many updates there will be if the workers take so many steps and none is dropped."""
+        """About how many updates there will be if the workers take so many steps."""
         return -(-sum(steps) // self.gradients_per_update)
 
     @abstractmethod
@@ -292,8 +293,3 @@ class Bounded(Discipline):
         ready = sorted(w for w in self.waiting if self.clock[w] - slowest <= self.staleness)
         self.waiting.difference_update(ready)
         return [Reply(worker) for worker in ready]
-
-
-BUILT_IN: dict[str, type[Discipline]] = {
-    kind.name: kind for kind in (Sync, ApplyReply, ReplyApply, LockFree, Bounded, AllReduce)
-}

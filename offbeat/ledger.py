@@ -7,6 +7,10 @@ disciplines do, one of which it asks:
     Reply(worker)      send this worker the newest parameters
     Dismiss(reason)    send away the worker whose push this answers: the run is over
     Snapshot(request)  keep a copy of the shard as it is now
+    Copy(record)       keep a copy of this push's gradient: its worker's reply is next
+
+A push whose reply comes before anything is decided on it is *pending*: its worker goes on, and may
+push again, before it is applied or dropped. What becomes of it then is told by `take_decided`.
 
 There is no thread, socket, clock or tensor in this file. roles/sessions.py carries the actions out
 for live workers; whoever has a virtual clock, and counts updates instead of making them, drives the
@@ -36,7 +40,6 @@ from offbeat.accounts import (
     Account,
     AccountBook,
     Accounts,
-    copied,
 )
 from offbeat.disciplines import Action as DisciplineAction
 from offbeat.disciplines import Apply, Discipline, Drop, Push, Reply
@@ -77,6 +80,14 @@ class PushRecord:
     """What its worker told of its own: local steps per second; 0: nothing."""
     norm: Callable[[], float] | None = None
     """Tells the norm of what its update was made with, before the server clipped that."""
+    is_decided: bool = False
+    """An Apply or a Drop has it."""
+    is_pending: bool = False
+    """It was answered before that; so it stays, whatever becomes of it."""
+    is_closed: bool = False
+    """Its worker's session is done with it, and it was pending then."""
+    copy: Any = None
+    """Of its gradient, while it is pending; nobody looks into it here."""
 
     def event_line(self, shard: int) -> str:
         """Its event. There are more of them than of any other, so that it is not put together by
@@ -115,7 +126,12 @@ class Snapshot:
     request: SnapshotRequest
 
 
-Action = Apply | Reply | Dismiss | Snapshot
+@dataclass(frozen=True, slots=True)
+class Copy:
+    record: PushRecord
+
+
+Action = Apply | Reply | Dismiss | Snapshot | Copy
 
 
 @runtime_checkable
@@ -172,6 +188,10 @@ class Ledger:
         self._book = AccountBook()
         self.under_way: dict[int, PushRecord] = {}
         """Each worker's last push."""
+        self.pending: dict[tuple[int, int], PushRecord] = {}
+        """Those that are, by worker and sequence."""
+        self._decided: list[PushRecord] = []
+        """That were pending."""
         self._unmet: list[SnapshotRequest] = []
         """The newest request, until it is met."""
 
@@ -186,7 +206,7 @@ class Ledger:
         return self._book.accounts
 
     def copy_accounts(self) -> Accounts:
-        return copied(self._book.accounts)
+        return self._book.copy()
 
     # -- who is there --------------------------------------------------------------------------
 
@@ -202,6 +222,10 @@ class Ledger:
         self.finished.discard(worker)
         settled = self._book.admit(worker)
         return settled, self._note(self.discipline.on_join(worker))
+
+    def batches(self, worker: int) -> int:
+        """How many of its batches are behind the push after which it goes on."""
+        return self._book.batches(worker)
 
     def finish(self, worker: int, sequence: int) -> Sequence[Action]:
         """The worker has done all of its steps, `sequence` the last: nobody waits for it."""
@@ -270,7 +294,7 @@ class Ledger:
     def take_part(self, pushes: Sequence[Push], version: int) -> list[PushRecord]:
         """Which of these make the update: none where the budget was spent meanwhile, and not those
         that were rejected."""
-        records = [self.under_way[push.worker] for push in pushes]
+        records = [self._record_of(push) for push in pushes]
         if self.budget is not None and version >= self.budget:
             for record in records:
                 record.outcome = DROPPED
@@ -280,7 +304,7 @@ class Ledger:
     def applied(self, pushes: Sequence[Push], version: int | None, now: float) -> None:
         """The update was made, and is this version; None: nobody took part."""
         for push in pushes:
-            record = self.under_way[push.worker]
+            record = self._record_of(push)
             if version is not None and record.outcome == ACCEPTED:
                 record.outcome = APPLIED
                 record.version = version
@@ -289,6 +313,8 @@ class Ledger:
                 self.recent_staleness.append(record.staleness)
             if record.outcome not in ABSTAINING:
                 self._settle(record)
+            if record.is_pending:
+                self._end_waiting(record)
 
     def replied(self, record: PushRecord) -> None:
         """The reply to it is made. Only then is a dropped one settled: one whose worker is gone may
@@ -297,9 +323,23 @@ class Ledger:
             self._settle(record)
 
     def abandon(self, record: PushRecord) -> None:
-        """Nothing more will become of it: the server was stopped before its round was full."""
-        if record.outcome == ACCEPTED:
+        """Nothing more will become of it, unless it is pending: the server was stopped before its
+        round was full."""
+        if record.outcome == ACCEPTED and (self.is_closing or not record.is_pending):
             record.outcome = DROPPED
+
+    def take_decided(self) -> Sequence[PushRecord]:
+        """Those that were pending, and of which it is known now what becomes of them; once."""
+        if not self._decided:
+            return ()
+        decided, self._decided = self._decided, []
+        return decided
+
+    def abandon_pending(self) -> Sequence[PushRecord]:
+        """The server was stopped: nothing will become of these any more. No account has them."""
+        for record in self.pending.values():
+            self.abandon(record)
+        return list(self.pending.values())
 
     @property
     def reopens(self) -> bool:
@@ -326,14 +366,57 @@ class Ledger:
             )
 
     def _note(self, actions: Sequence[DisciplineAction]) -> Sequence[Action]:
-        """Write down what is dropped; the rest is for whoever carries actions out."""
+        """Write down what is dropped, and what is pending from now on; the rest is for whoever
+        carries actions out."""
+        is_locked = self.discipline.locked
+        if is_locked:
+            self._decide(actions)
         kept: list[Action] = []
         for action in actions:
-            if not isinstance(action, Drop):
-                kept.append(action)
-            elif (record := self.under_way[action.push.worker]).outcome not in ABSTAINING:
-                record.outcome = DROPPED
+            if isinstance(action, Drop):
+                self._drop(self._record_of(action.push))
+                continue
+            if is_locked and isinstance(action, Reply):
+                record = self.under_way.get(action.worker)
+                if record is not None and self._is_open(record):
+                    self._defer(record)
+                    kept.append(Copy(record))
+            kept.append(action)
         return kept
+
+    def _record_of(self, push: Push) -> PushRecord:
+        if self.pending and (found := self.pending.get((push.worker, push.sequence))):
+            return found
+        return self.under_way[push.worker]
+
+    def _decide(self, actions: Sequence[DisciplineAction]) -> None:
+        """A reply may come before what is decided together with it."""
+        for action in actions:
+            if isinstance(action, Apply):
+                for push in action.pushes:
+                    self._record_of(push).is_decided = True
+            elif isinstance(action, Drop):
+                self._record_of(action.push).is_decided = True
+
+    def _is_open(self, record: PushRecord) -> bool:
+        known = record.is_decided or record.is_pending
+        return not known and record.outcome not in ABSTAINING
+
+    def _drop(self, record: PushRecord) -> None:
+        if record.outcome not in ABSTAINING:
+            record.outcome = DROPPED
+        if record.is_pending:  # its reply was made long ago
+            self._settle(record)
+            self._end_waiting(record)
+
+    def _defer(self, record: PushRecord) -> None:
+        record.is_pending = True
+        self.pending[record.worker, record.sequence] = record
+        self._book.defer(record.worker, record.incarnation, record.sequence, record.batch + 1)
+
+    def _end_waiting(self, record: PushRecord) -> None:
+        del self.pending[record.worker, record.sequence]
+        self._decided.append(record)
 
     # -- snapshots -----------------------------------------------------------------------------
 

@@ -256,7 +256,7 @@ class DelayAdaptive(Weighted):
         self.c = c
 
     def weight(self, staleness: int) -> float:
-        return min(1.0, (self.c or self.updates_per_pass) / max(1, staleness))
+        return min(1.0, (self.c or max(1.0, self.updates_per_pass)) / max(1, staleness))
 
 
 class Exponential(Weighted):

@@ -112,6 +112,87 @@ def test_of_several_shards_the_one_that_heard_of_a_worker_last_counts() -> None:
     assert joined([{0: old}, {0: new, 1: old}]) == {0: new, 1: old}
 
 
+def test_what_is_pending_is_in_no_account_and_its_worker_goes_on_after_it() -> None:
+    book = AccountBook()
+    push(book, 1)
+    for sequence in (2, 3):
+        assert book.claim(0, 0, sequence)
+        book.defer(0, 0, sequence, batches=10 * sequence)
+    assert book.copy() == {0: Account(0, 1, applied=1)}
+    assert book.admit(0) == 3 and book.batches(0) == 30
+    assert not book.claim(0, 1, 2) and not book.claim(0, 1, 3), "they will be in"
+    book.finish(0, 1, 4)
+    assert book.copy() == {0: Account(0, 1, applied=1)}, "the fourth is not said to be lost yet"
+    book.settle(0, 0, 2, APPLIED)
+    assert book.copy() == {0: Account(0, 2, applied=2)}
+    book.settle(0, 0, 3, DROPPED)
+    assert book.copy() == {0: Account(0, 4, applied=2, dropped=1, lost=1)}
+
+
+def test_a_checkpoint_counts_as_lost_what_whoever_goes_on_would_pass_over() -> None:
+    book = AccountBook()
+    assert book.claim(0, 0, 1)
+    book.defer(0, 0, 1)
+    push(book, 2)
+    kept = book.copy()
+    assert kept == {0: Account(0, 2, applied=1, lost=1)}
+    book.settle(0, 0, 1, APPLIED)
+    assert book.copy() == {0: Account(0, 2, applied=2)}
+    after = AccountBook()
+    after.load(kept)
+    assert after.admit(0) == 2
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_accounts_add_up_whatever_waits(seed: int) -> None:
+    """Pushes of a worker that are answered and settled later, in their order or not."""
+    draw = random.Random(seed)
+    in_order = seed % 2 == 0
+    book, inside, waiting = AccountBook(), set[int](), list[int]()
+    checkpoint: tuple[dict[str, list[int]], set[int]] = ({}, set())
+    incarnation, sequence, steps = 0, 0, 200
+    of = dict[int, int]()
+    kinds = ["push", "settle", "checkpoint", "server dies", "worker dies"]
+    while sequence < steps or waiting:
+        (kind,) = draw.choices(kinds, [50, 12, 5, 2, 2])
+        if kind == "push" and sequence < steps:
+            sequence += 1
+            assert book.claim(0, incarnation, sequence)
+            book.defer(0, incarnation, sequence)
+            waiting.append(sequence)
+            of[sequence] = incarnation
+            if sequence == steps:
+                book.finish(0, incarnation, steps)
+        elif kind == "settle":
+            many = waiting[: draw.randint(0, 6)] if in_order else draw.sample(waiting, len(waiting))
+            for each in many:
+                waiting.remove(each)
+                (outcome,) = draw.choices([APPLIED, DROPPED], [8, 1])
+                book.settle(0, of[each], each, outcome)
+                assert each not in inside
+                inside |= {each} if outcome == APPLIED else set()
+        elif kind == "checkpoint":
+            copy = book.copy()
+            checkpoint = (accounts_to_json(copy), set(inside))
+            for account in copy.values():
+                assert account.gradients == account.sequence
+                assert account.applied == len(inside)
+                assert in_order or max(inside, default=0) <= account.sequence
+        elif kind == "server dies":
+            book = AccountBook()
+            book.load(accounts_from(checkpoint[0]))
+            inside, waiting = set(checkpoint[1]), []
+            settled = book.admit(0)
+            if sequence == steps:  # who is through does again what is missing
+                sequence = settled
+        elif kind == "worker dies" and sequence < steps:
+            incarnation, sequence = incarnation + 1, book.admit(0)
+            assert sequence >= max(waiting, default=0), "what waits is not done again"
+    account = book.copy()[0]
+    assert account.gradients == account.sequence == steps, f"seed {seed}"
+    assert account.applied == len(inside), f"seed {seed}"
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_the_accounts_add_up_whatever_dies(seed: int) -> None:
     """A worker and a server at random: deaths, checkpoints, pushes that come twice. A set of what

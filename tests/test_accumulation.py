@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Spiced, cross_entropy, toy_data, toy_job, toy_recipe
+from helpers import DROPPING, Spiced, cross_entropy, toy_data, toy_job, toy_recipe
 from recording import Pretender
 from torch import Tensor, nn
 
@@ -74,7 +74,8 @@ def test_it_goes_with_every_discipline_and_counts_right(tmp_path: Path, discipli
         tmp_path / "r", workers=2, servers=2, accumulate=3, epochs=2, discipline=discipline
     )
     assert result.summary["gradients"] == 16
-    assert result.summary["updates"] == job.facts.total_updates
+    if discipline not in DROPPING:
+        assert result.summary["updates"] == job.facts.total_updates
     assert [worker["examples"] for worker in result.summary["workers"]] == [240, 240]
 
 

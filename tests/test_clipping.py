@@ -287,3 +287,16 @@ def test_a_run_whose_norms_cannot_be_joined_ends_with_what_failed(
     monkeypatch.setattr(Meeting, "look", fail)
     with pytest.raises(offbeat.OffbeatError, match="no norm today"):
         train(toy_recipe(), run_dir, discipline="sync", workers=2, servers=2, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("discipline", ["rennala:3", "buffer:3"])
+def test_where_gradients_are_gathered_each_is_clipped_by_its_worker(
+    run_dir: Path, discipline: str
+) -> None:
+    """Two servers do not have the same ones in an update, so that no norm is that of the whole."""
+    shape: dict[str, Any] = {"discipline": discipline, "workers": 2, "servers": 2}
+    job = toy_job(clip_norm=0.1, **shape)
+    shard = job.make_shard(0)
+    assert (shard.clip, shard.joint_clip, job.joins_norms) == (None, None, False)
+    result = train(toy_recipe(), run_dir, clip_norm=0.1, **shape)
+    assert 0 < (result.summary["clipped"] or 0) <= 1

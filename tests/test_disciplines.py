@@ -21,6 +21,7 @@ from offbeat.disciplines import (
     ReplyApply,
     Sync,
 )
+from offbeat.family import Buffer, Gathering, Rennala, Ringmaster
 
 
 def push(worker: int, sequence: int = 1) -> Push:
@@ -242,6 +243,78 @@ def test_a_joining_worker_starts_at_the_minimum() -> None:
     assert replied(bounded.on_push(push(2, 1))) == [0, 2]
 
 
+# -- those that drop or gather -----------------------------------------------------------------
+
+
+def aged(worker: int, sequence: int, staleness: int, version: int = 100) -> Push:
+    return Push(worker, sequence, base_version=version - staleness, version=version)
+
+
+@pytest.mark.parametrize("max_delay", [1, 2, 7])
+def test_ringmaster_drops_what_is_that_old_and_answers_it(max_delay: int) -> None:
+    ringmaster = Ringmaster(range(2), max_delay=max_delay)
+    young, old = aged(0, 1, max_delay - 1), aged(1, 1, max_delay)
+    assert ringmaster.on_push(young) == [Apply((young,)), Reply(0)]
+    assert ringmaster.on_push(old) == [Drop(old), Reply(1)]
+
+
+def test_ringmaster_infinity_is_apply_reply() -> None:
+    ringmaster, asynchronous = Ringmaster(range(3), max_delay=math.inf), ApplyReply(range(3))
+    for staleness in range(50):
+        old = aged(1, staleness + 1, staleness)
+        assert ringmaster.on_push(old) == asynchronous.on_push(old)
+
+
+def test_rennala_gathers_several_of_one_worker_and_answers_each_at_once() -> None:
+    rennala = Rennala(range(2), collect=3)
+    first, second, third = aged(0, 1, 0), aged(0, 2, 0), aged(1, 1, 0)
+    assert rennala.on_push(first) == [Reply(0)]
+    assert rennala.on_push(second) == [Reply(0)]
+    assert rennala.on_push(third) == [Apply((first, second, third)), Reply(1)]
+    old = aged(0, 3, 1, version=101)
+    assert rennala.on_push(old) == [Drop(old), Reply(0)]
+    assert rennala.gathered == [], "what is dropped stands for nothing"
+
+
+def test_buffer_takes_any_and_answers_each_at_once() -> None:
+    buffer = Buffer(range(2), buffer_size=2)
+    old, new = aged(1, 1, 9), aged(0, 1, 0)
+    assert buffer.on_push(old) == [Reply(1)]
+    assert buffer.on_push(new) == [Apply((old, new)), Reply(0)], "its reply has its own gradient"
+    assert buffer.on_push(aged(0, 2, 0)) == [Reply(0)]
+
+
+def test_a_buffer_of_one_is_apply_reply() -> None:
+    buffer, asynchronous = Buffer(range(3), buffer_size=1), ApplyReply(range(3))
+    for sequence in range(1, 9):
+        assert buffer.on_push(push(1, sequence)) == asynchronous.on_push(push(1, sequence))
+
+
+@pytest.mark.parametrize(
+    "gathering", [Rennala(range(2), collect=5), Buffer(range(2), buffer_size=5)]
+)
+def test_what_was_gathered_goes_in_when_nobody_is_left_who_could_add_to_it(
+    gathering: Discipline,
+) -> None:
+    gathering.on_push(push(0, 1))
+    gathering.on_push(push(1, 1))
+    assert gathering.on_leave(1) == [], "its gradient stays, and worker 0 goes on"
+    gathering.on_push(push(0, 2))
+    assert gathering.on_leave(0) == [Apply((push(0, 1), push(1, 1), push(0, 2)))]
+    assert gathering.on_leave(0) == gathering.on_leave(1) == [], "once"
+    gathering.on_join(1)
+    assert gathering.on_push(push(1, 2)) == [Reply(1)]
+
+
+def test_how_many_updates_there_are_where_several_gradients_make_one() -> None:
+    assert Buffer(range(3), buffer_size=4).num_updates([5, 5, 5]) == 4, "the last one is smaller"
+    rennala = Rennala(range(3), collect=4)
+    assert rennala.gradients_per_update == 6, "the two who did not close it are at old ones"
+    assert rennala.num_updates([12, 12, 12]) == 6
+    assert Rennala([0], collect=4).num_updates([12]) == 3
+    assert Ringmaster(range(3), max_delay=1).num_updates([12, 12, 12]) == 36
+
+
 class World:
     """Workers that push as soon as they are answered, in an order drawn at random.
 
@@ -264,7 +337,8 @@ class World:
         worker = self.random.choice(sorted(self.computing))
         self.computing.remove(worker)
         self.sequence[worker] += 1
-        pushed = Push(worker, self.sequence[worker])
+        base, version = self.base[worker], self.version
+        pushed = Push(worker, self.sequence[worker], base_version=base, version=version)
         self.base_of[pushed] = self.base[worker]
         self.carry_out(self.discipline.on_push(pushed))
 
@@ -295,10 +369,46 @@ def test_any_interleaving_applies_each_push_once_and_strands_nobody(
     waiting = set(range(num_workers)) - world.computing
     assert waiting != set(range(num_workers)), "everybody waits for somebody"
     assert len(set(world.applied)) == len(world.applied)
-    pushed = {Push(w, s) for w, n in world.sequence.items() for s in range(1, n + 1)}
-    not_in = pushed - set(world.applied)
-    assert {p.worker for p in not_in} <= waiting, "only a waiting round may be unapplied"
-    assert not world.dropped
+    assert not set(world.applied) & set(world.dropped)
+    not_in = set(world.base_of) - set(world.applied) - set(world.dropped)
+    if isinstance(world.discipline, Gathering):
+        assert not waiting and not_in == set(world.discipline.gathered)
+    else:
+        assert {p.worker for p in not_in} <= waiting, "only a waiting round may be unapplied"
+    drops = isinstance(world.discipline, Rennala | Ringmaster) and num_workers > 1
+    assert drops or not world.dropped
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_gathering_ones_keep_their_promises_in_any_interleaving(
+    size: int, num_workers: int, seed: int
+) -> None:
+    for discipline in (
+        Rennala(range(num_workers), collect=size),
+        Buffer(range(num_workers), buffer_size=size),
+    ):
+        world = World(discipline, num_workers, seed)
+        for _ in range(1000):
+            world.step()
+            assert world.computing == set(range(num_workers)), "nobody waits"
+            assert len(discipline.gathered) < size
+        assert len(world.applied) == size * world.version, "never more, never fewer"
+        if isinstance(discipline, Rennala):
+            assert set(world.staleness) == {0}
+        else:
+            assert not world.dropped
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("max_delay", [1, 3, 5])
+def test_ringmaster_applies_nothing_that_is_older(max_delay: int, seed: int) -> None:
+    world = World(Ringmaster(range(6), max_delay=max_delay), 6, seed)
+    for _ in range(2000):
+        world.step()
+    assert set(world.staleness) == set(range(max_delay))
+    assert len(world.applied) + len(world.dropped) == 2000 and world.dropped
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -361,4 +471,5 @@ def test_leaves_and_joins_at_any_time_strand_nobody(name: str, seed: int) -> Non
 
 def test_names_in_the_configuration_are_those_that_exist() -> None:
     kinds = [type(make_discipline(name, range(2), staleness=1)).__name__ for name in DISCIPLINES]
-    assert kinds == ["Sync", "ApplyReply", "ReplyApply", "LockFree", "Bounded"]
+    assert kinds[:5] == ["Sync", "ApplyReply", "ReplyApply", "LockFree", "Bounded"]
+    assert kinds[5:] == ["Ringmaster", "Rennala", "Buffer"]

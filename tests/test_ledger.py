@@ -33,6 +33,10 @@ DISCIPLINES: dict[str, dict[str, Any]] = {
     "reply-apply": {},
     "lock-free": {},
     "bounded": {"staleness": 2},
+    "ringmaster": {"max_delay": 2},
+    "rennala": {"collect": 5},
+    "buffer": {"buffer_size": 5},
+    "buffer with much in it": {"buffer_size": 17},
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Spiced, cross_entropy, toy_job, toy_recipe
+from helpers import DROPPING, Spiced, cross_entropy, num_dealt_with, toy_job, toy_recipe
 from processes import LocalRun
 from torch import nn
 
@@ -60,12 +60,13 @@ def test_it_goes_with_every_discipline_and_counts_right(tmp_path: Path, discipli
         tmp_path / "r", toy_recipe(Spiced), workers=2, servers=2, discipline=discipline, epochs=3
     )
     assert result.summary["gradients"] == 72
-    assert [kept["applied"] for kept in result.summary["kept"]] == [72, 72]
+    assert [num_dealt_with(kept, discipline) for kept in result.summary["kept"]] == [72, 72]
     steps = [e for e in read_events(result.run_dir / "events") if e["kind"] == "step"]
     assert sorted((e["worker"], e["step"]) for e in steps) == [
         (worker, step) for worker in range(2) for step in range(1, 37)
     ]
-    assert {event["outcome"] for event in steps} == {"applied"}
+    may_be = {"applied", "dropped"} if discipline in DROPPING else {"applied"}
+    assert {event["outcome"] for event in steps} <= may_be
     assert result.test_accuracy is not None and result.test_accuracy > 0.5
 
 

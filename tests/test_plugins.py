@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import toy_job, toy_recipe
+from helpers import num_dealt_with, toy_job, toy_recipe
 from rig import rig
 from torch import Tensor
 
 import offbeat
 from offbeat.cli import main
 from offbeat.config import DISCIPLINES, make_config, options
-from offbeat.disciplines import BUILT_IN, Action, Apply, Discipline, Push, Reply
+from offbeat.disciplines import Action, Apply, Discipline, Push, Reply
 from offbeat.errors import ConfigError
+from offbeat.family import BUILT_IN
 from offbeat.plugins import Choice, Option, parse
 from offbeat.rules import BUILT_IN as RULES
 from offbeat.rules import Gradient, Rule
@@ -112,6 +113,10 @@ def test_every_rule_is_a_choice() -> None:
         ("sync:round_timeout=5", "sync, 5 s"),
         ("bounded", "bounded:1"),
         ("bounded:inf", "bounded:inf"),
+        ("ringmaster", "ringmaster:16"),
+        ("ringmaster:inf", "ringmaster:inf"),
+        ("rennala:3", "rennala:3"),
+        ("buffer", "buffer:4"),
         (f"{__name__}:Pairs", "Pairs"),
         (f"{__name__}:Pairs:3:pause=0.5", "Pairs:3, 0.5 s"),
         (f"{EXAMPLE}:DropStale:1", "drop-stale:1"),
@@ -127,6 +132,10 @@ def test_a_label_says_what_is_not_understood_by_itself(text: str, label: str) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("ringmaster:0", "max_delay must be 1, 2, 3, ... or inf, not 0"),
+        ("rennala:0", "collect must be at least 1, not 0"),
+        ("buffer:inf", "buffer_size must be"),
+        ("buffer:1.5", "buffer_size must be"),
         (f"{__name__}:Pears", "did you mean 'Pairs'"),
         (f"{__name__}:Fresh", "has no discipline 'Fresh'"),
         ("math:floor", "there is no discipline in it"),
@@ -144,7 +153,8 @@ def test_what_is_wrong_with_ones_own_is_one_line(text: str, message: str) -> Non
 
 def test_a_default_choice_is_what_a_grid_begins_with() -> None:
     labels = [Choice.default(kind).label for kind in BUILT_IN.values() if kind.served]
-    assert labels == ["sync", "apply-reply", "reply-apply", "lock-free", "bounded:1"]
+    assert labels[:5] == ["sync", "apply-reply", "reply-apply", "lock-free", "bounded:1"]
+    assert labels[5:] == ["ringmaster:16", "rennala:4", "buffer:4"]
 
 
 # -- disciplines -----------------------------------------------------------------------------------
@@ -155,6 +165,9 @@ def test_a_discipline_says_how_many_updates_there_will_be() -> None:
     options: dict[str, Any] = {"steps": 10, "workers": 4}
     assert toy_job(discipline="apply-reply", **options).facts.total_updates == 40
     assert toy_job(discipline="sync", **options).facts.total_updates == 10
+    assert toy_job(discipline="buffer:3", **options).facts.total_updates == 14
+    assert toy_job(discipline="rennala:3", **options).facts.total_updates == 7, "with the dropped"
+    assert toy_job(discipline="ringmaster:3", **options).facts.total_updates == 40
     job = toy_job(discipline=f"{__name__}:Pairs:3", **options)
     assert job.facts.total_updates == 14, "the last one is made of what is left"
     assert job.config.eval_every == 24 // 3
@@ -249,7 +262,7 @@ def test_ones_own_rule_goes_with_any_discipline(tmp_path: Path) -> None:
             run_dir=tmp_path / discipline,
             quiet=True,
         )
-        assert result.summary["kept"][0]["applied"] == 10
+        assert num_dealt_with(result.summary["kept"][0], discipline) == 10
     with pytest.raises(ConfigError, match="the rule sum is for updates of several"):
         make_config({"discipline": "apply-reply", "rule": "sum"})
 

@@ -242,6 +242,28 @@ def test_a_round_is_the_mean_over_the_rows_of_all(
 
 
 @pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])
+def test_rows_that_were_answered_before_they_go_in_are_those_that_came(
+    tmp_path: Path, manifest: Manifest, transport: str
+) -> None:
+    """Each push has other rows, and more or fewer of them, in the same memory."""
+    options = {"buffer_size": 3}
+    with rig(
+        tmp_path, "buffer", 2, manifest=manifest, transport=transport, discipline_options=options
+    ) as made:
+        hands = [RowHand(made, hand) for hand in made.join_all(2)]
+        expected, waiting = torch.zeros(manifest.num_elements), []
+        for step in range(30):
+            hand = hands[step % 5 == 0]
+            hand.push(parts := make_parts(manifest, step))
+            waiting.append(dense(manifest, parts))
+            if len(waiting) == 3:
+                expected -= sum(waiting) / 3
+                waiting.clear()
+            hand.hand.reply()
+            torch.testing.assert_close(hand.params, expected)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])
 def test_lock_free_leaves_out_no_row_that_changes_meanwhile(
     tmp_path: Path, manifest: Manifest, transport: str
 ) -> None:

@@ -19,6 +19,7 @@ from offbeat.rules import (
     BUILT_IN,
     AdaptiveDelayCompensated,
     Dana,
+    DelayAdaptive,
     DelayedNesterov,
     GapAware,
     Gradient,
@@ -350,3 +351,9 @@ def test_what_a_rule_cannot_be_told(options: dict[str, Any], message: str, tmp_p
 
 def test_a_rules_options_are_part_of_a_runs_name() -> None:
     assert make_config({"rule": "dana:0.5"}).variant == "apply-reply, dana:0.5"
+
+
+def test_what_is_not_stale_is_whole_where_an_update_takes_more_than_everybodys_push() -> None:
+    rule = make_rule("delay-adaptive", updates_per_pass=0.5)
+    assert isinstance(rule, DelayAdaptive)
+    assert [rule.weight(staleness) for staleness in (0, 1, 2)] == [1, 1, 0.5]

@@ -18,8 +18,8 @@ from typing import Any
 
 from offbeat.bench.tables import Row
 from offbeat.config import make_config
-from offbeat.disciplines import BUILT_IN
 from offbeat.errors import RunError
+from offbeat.family import BUILT_IN
 from offbeat.plugins import Choice
 
 DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values() if kind.served)

@@ -29,12 +29,15 @@ from offbeat.config import (
     rule_of,
     settings,
 )
-from offbeat.disciplines import BUILT_IN
+from offbeat.disciplines import ApplyReply, Bounded, LockFree, ReplyApply, Sync
 from offbeat.errors import ConfigError, RunDirError, nearest
 from offbeat.plugins import Choice
 from offbeat.scripts import check_options
 
-DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values() if kind.served)
+DISCIPLINES = tuple(
+    Choice.default(kind).label for kind in (Sync, ApplyReply, ReplyApply, LockFree, Bounded)
+)
+"""What is compared where nobody says what."""
 WORKERS = (1, 2)
 SERVERS = (1,)
 SEEDS = 3

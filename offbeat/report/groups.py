@@ -69,6 +69,8 @@ class Run:
     staleness: dict[int, Counter[int]]
     shares: dict[int, tuple[float, ...]]
     dropped: int
+    dropped_by: dict[int, tuple[int, int]]
+    """How many of each worker's gradients were, and of how many."""
     rejected: int
     mixed: int
     lost: int
@@ -119,6 +121,10 @@ def shortened(record: Record) -> Run:
         staleness={rank: record.workers[rank].staleness for rank in record.ranks},
         shares={rank: shares_of(record.workers[rank]) for rank in record.ranks},
         dropped=totals.dropped,
+        dropped_by={
+            rank: (record.workers[rank].dropped, record.workers[rank].gradients)
+            for rank in record.ranks
+        },
         rejected=totals.rejected,
         mixed=record.mixed,
         lost=totals.lost_updates,

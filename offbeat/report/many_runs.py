@@ -19,7 +19,6 @@ from offbeat.report.document import (
     Section,
     Shares,
     Table,
-    percent,
     score,
     short,
     spelled,
@@ -35,7 +34,7 @@ from offbeat.report.groups import (
     sort_runs,
     without,
 )
-from offbeat.report.one_run import counted, histogram
+from offbeat.report.one_run import counted, histogram, of_all
 from offbeat.report.setup import describe_setups
 from offbeat.report.statistics import Sample, best_of
 from offbeat.report.summary import staleness_summary
@@ -361,7 +360,10 @@ def _fates(findings: Findings) -> Section:
             group.variant,
             f"{sum(run.gradients for run in group.runs):,}",
             *(
-                _of_all(sum(getattr(run, name) for run in group.runs), group)
+                of_all(
+                    sum(getattr(run, name) for run in group.runs),
+                    sum(run.gradients for run in group.runs),
+                )
                 for name in ("dropped", "rejected")
             ),
             *(
@@ -372,17 +374,35 @@ def _fates(findings: Findings) -> Section:
         for group in findings.groups
     )
     text = (
-        "Dropped: came too late for a sync round. Rejected: was not finite. Mixed: a lock-free "
-        "reply that holds parts of several versions. Lost: taken in by a server that died before "
-        "the next checkpoint. Sums over the seeds."
+        "Dropped: was too old for its discipline, or too late for a sync round. Rejected: was not "
+        "finite. Mixed: a lock-free reply that holds parts of several versions. Lost: taken in by "
+        "a server that died before the next checkpoint. Sums over the seeds."
     )
     table = Table((*header, "lost updates", "restarts"), rows)
+    by_worker = _dropped_by_worker(findings)
+    if by_worker.rows:
+        text += (
+            " Of a worker with a large share of dropped ones, as slow ones have it, little of its "
+            "data is learned from."
+        )
+        return Section("What became of the gradients", text, (table, by_worker))
     return Section("What became of the gradients", text, (table,))
 
 
-def _of_all(count: int, group: Group) -> str:
-    total = sum(run.gradients for run in group.runs)
-    return f"{count:,} ({percent(count / total)})" if count and total else str(count)
+def _dropped_by_worker(findings: Findings) -> Table:
+    """Of the groups that had any."""
+    rows = []
+    for group in findings.groups:
+        of_ranks: dict[int, list[tuple[int, int]]] = {}
+        for run in group.runs:
+            for rank, of_run in run.dropped_by.items():
+                of_ranks.setdefault(rank, []).append(of_run)
+        if any(dropped for counts in of_ranks.values() for dropped, _ in counts):
+            where = (in_words(group.setting), group.variant)
+            for rank, counts in sorted(of_ranks.items()):
+                dropped, total = map(sum, zip(*counts, strict=True))
+                rows.append((*where, f"worker {rank}", f"{total:,}", of_all(dropped, total)))
+    return Table(("setting", "discipline", "", "gradients", "dropped"), tuple(rows))
 
 
 def _runs(findings: Findings) -> Section:

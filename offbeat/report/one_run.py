@@ -56,6 +56,10 @@ def in_words(record: Record) -> str:
     return f"{record.variant}, {counted(record.config['workers'], 'worker')}, {servers}"
 
 
+def of_all(count: int, total: int) -> str:
+    return f"{count:,} ({percent(count / total)})" if count and total else f"{count:,}"
+
+
 def counted(number: object, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -85,7 +89,7 @@ def _figures(record: Record, reached: tuple[str, str] | None) -> Section:
         ("updates of the furthest shard", f"{totals.updates:,}"),
         ("examples/s", short(rate(record.examples, record.train_time_s))),
         ("staleness: mean, p95, max", ", ".join(short(stale[k]) for k in ("mean", "p95", "max"))),
-        ("dropped", str(totals.dropped)),
+        ("dropped", of_all(totals.dropped, totals.gradients)),
         ("rejected", str(totals.rejected)),
         ("replies that mixed versions", f"{record.mixed:,}"),
         ("updates lost with a server", str(totals.lost_updates)),
@@ -263,14 +267,17 @@ def _time(record: Record) -> Section | None:
             name,
             f"{w.gradients:,}",
             *([short(w.mean_local_steps)] if paced else []),
+            of_all(w.dropped, w.gradients),
             short(rate(w.gradients, w.end_s(-1) - w.start_s[0])),
             *map(percent, parts),
         )
         for (name, parts), w in zip(shares, workers, strict=True)
     )
-    counted_in = ("gradients", *(["local steps in each"] if paced else []), "a second")
+    counted_in = ("gradients", *(["local steps in each"] if paced else []), "dropped", "a second")
     header = ("", *counted_in, "computing", "preparing", "waiting", "exchanging")
     text = (
+        "Dropped: a server at least did not want it, since it was too old, or too late for a "
+        "round; where that is a large share of a worker's, little of its data is learned from. "
         "Waiting: the gradient lay at a server that did not reply yet, because it updated or "
         "waited for others; it is at most so much. Exchanging: the rest of the time between a push "
         "and its reply that was not spent preparing the next batch."

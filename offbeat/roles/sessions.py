@@ -22,9 +22,10 @@ from typing import Any
 from offbeat.accounts import REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
+from offbeat.ledger import Action, Copy, Dismiss, Ledger, PushRecord, Snapshot, cut
 from offbeat.roles.attendant import SessionAttendant
 from offbeat.roles.calls import RoundPart
+from offbeat.roles.copies import Copies
 from offbeat.roles.loop import Loop
 from offbeat.roles.rounds import ClosedRound
 from offbeat.roles.session import LARGE_FROM, POLL_S, TICK_S, Session
@@ -77,6 +78,8 @@ class Sessions:
         self._round_changed = threading.Condition(self._mutex)
         """A round was closed, or has gone in."""
         self._num_rounds = 0
+        self._copies = Copies()
+        """Of the gradients that are pending."""
         self._membership = threading.Condition()
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
@@ -114,6 +117,7 @@ class Sessions:
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
         self._abandon_round()
+        self._abandon_pending()
         for session in list(self._sessions.values()):
             session.end.close(reason, over=over)
 
@@ -209,13 +213,12 @@ class Sessions:
         settled, actions = self.ledger.join(worker, incarnation, self._clock())
         self._carry_out(actions)
         self._go_on(reopened)
-        account = self.ledger.accounts.get(worker)
         return session, WelcomeHeader(
             version,
             settled,
             self.ledger.epoch,
             self.ledger.is_draining,
-            0 if account is None else account.batches,
+            self.ledger.batches(worker),
         )
 
     def _make_way(self, worker: int) -> bool:
@@ -306,8 +309,12 @@ class Sessions:
             self._carry_out(event())
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        if not actions:
-            return
+        if actions:
+            self._carry_out_all(actions)
+        for record in self.ledger.take_decided():
+            self._close_pending(record)
+
+    def _carry_out_all(self, actions: Sequence[Action]) -> None:
         self._turn.order()
         for index, action in enumerate(actions):
             if (held := self._held) is not None and not isinstance(action, Snapshot):
@@ -320,6 +327,8 @@ class Sessions:
                     break
             elif isinstance(action, Reply):
                 self._reply_to(action.worker)
+            elif isinstance(action, Copy):
+                self._copies.keep(action.record, self._sessions[action.record.worker].gradient)
             elif isinstance(action, Snapshot):
                 action.request.snapshot = self._snapshot()
             else:
@@ -328,13 +337,13 @@ class Sessions:
         self._turn.set()
 
     def _apply(self, pushes: Sequence[Push]) -> None:
-        session = self._sessions[pushes[0].worker]
         if self.shard.joint_clip is not None:
-            self._close_round(session.updater, pushes)
+            self._close_round(self._updater(in_loop=False), pushes)
             return
-        if self._is_locked:
-            self._make_update(session.updater, pushes)
+        if self._is_locked:  # of those who pushed everybody may be gone
+            self._make_update(self._updater(in_loop=False), pushes)
         else:
+            session = self._sessions[pushes[0].worker]
             with session.applying:
                 self._make_update(session.updater, pushes)
         self._carry_out(self.ledger.due(self.shard.version))
@@ -350,7 +359,7 @@ class Sessions:
         self.ledger.applied(pushes, version, self._clock())
 
     def _gradients_of(self, records: Sequence[PushRecord]) -> list[Gradient]:
-        found = [self._sessions[record.worker].gradient for record in records]
+        found = [record.copy or self._sessions[record.worker].gradient for record in records]
         return [gradient for gradient in found if gradient is not None]
 
     def _snapshot(self) -> ShardState:
@@ -412,9 +421,36 @@ class Sessions:
         if session.awaits_reply and self._is_orphan(record):
             session.awaits_reply = False
             return
-        if session.awaits_reply:
+        if record.is_pending and self._is_still_pending(record):
+            session.awaits_reply = False
+            return
+        if session.awaits_reply or record.is_pending:
             session.awaits_reply = False
             self.ledger.abandon(record)
+        self._write_down(record)
+
+    def _is_still_pending(self, record: PushRecord) -> bool:
+        """Then it is written down when it is known what becomes of it."""
+        with self._lock:
+            waits = (record.worker, record.sequence) in self.ledger.pending
+            record.is_closed = waits and not self.ledger.is_closing
+            return record.is_closed
+
+    def _close_pending(self, record: PushRecord) -> None:
+        """It is known what became of it: its memory is free."""
+        self._copies.give_back(record)
+        if record.is_closed:
+            self._write_down(record)
+
+    def _abandon_pending(self) -> None:
+        """The server is stopped."""
+        with self._mutex:
+            for record in self.ledger.abandon_pending():
+                if record.is_closed:
+                    record.is_closed = False
+                    self._write_down(record)
+
+    def _write_down(self, record: PushRecord) -> None:
         if record.outcome == REJECTED:
             refused = (
                 "refused a gradient of worker %d (batch %d): not finite, too large, or unreadable"

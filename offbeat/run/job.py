@@ -41,7 +41,7 @@ from offbeat.data.batches import (
 )
 from offbeat.data.sources import make_source
 from offbeat.decline import Plateau
-from offbeat.disciplines import BUILT_IN, Discipline
+from offbeat.disciplines import Discipline
 from offbeat.errors import (
     ConfigError,
     DataError,
@@ -49,6 +49,7 @@ from offbeat.errors import (
     RecipeError,
     in_a_line,
 )
+from offbeat.family import BUILT_IN
 from offbeat.flat import PROTOCOL, FlatModel, Manifest
 from offbeat.local_steps import Inner, LocalTowers
 from offbeat.optim import Length, Optimizer, Schedule, constant, schedule_name
@@ -265,8 +266,11 @@ class Job:
 
     @property
     def _clips_updates(self) -> bool:
-        """Whether servers clip what an update is made with; else workers their gradients."""
-        return self.config.merges and self.inner is None
+        """Whether servers clip what an update is made with; else workers their gradients. Where
+        updates are no rounds, servers do not have the same gradients in them, and no norm is that
+        of the whole."""
+        in_rounds = self.config.chosen.kind.in_rounds and self.config.workers > 1
+        return in_rounds and self.inner is None
 
     def _make_clip(self) -> Clip | None:
         """What makes too large a gradient smaller, where it is whole."""
@@ -726,10 +730,8 @@ class Job:
         known = [n for n in steps if n is not None]
         if len(known) < len(steps) or self.config.paces:
             return None
-        if self.facts.elastic:
-            return sum(known)
         version = 0
-        if checkpoint is not None:
+        if checkpoint is not None and not self.facts.elastic:
             version = checkpoint.version
             starts: Mapping[int, tuple[int, ...]]
             starts = self.starts(checkpoint) or checkpoint.applied()

@@ -200,7 +200,7 @@ def _with_length(job: Job, checkpoint: Checkpoint | None) -> Facts:
     total, planned = job.total_updates_after(checkpoint), job.total_updates_after(None)
     steps = [job.steps_per_epoch(rank) for rank in range(job.config.workers)]
     known = [n for n in steps if n is not None]
-    count = sum if job.facts.elastic else job.make_discipline().num_updates
+    count = job.make_discipline().num_updates
     return dataclasses.replace(
         job.facts,
         total_updates=total,
@@ -362,7 +362,7 @@ def _suggested_outer(config: TrainConfig) -> str:
         return OF_ROUNDS
     rate = BESIDE_MOMENTUM if rule.has_momentum else 1.0
     if config.most_local_steps != 1 and not rule.shares_a_pass:
-        rate /= config.updates_per_pass
+        rate /= max(1.0, config.updates_per_pass)  # a mean of more than that goes no further
     return f"SGD:lr={rate:.6g}"
 
 

@@ -207,10 +207,11 @@ def group_of(run: Start) -> str:
     """Runs that differ in their seed only have the same."""
     config = run.config
     recipe = Path(config["recipe"]).name
-    asked = {name: config.get(name) for name in ("staleness", "backup_workers")}
+    told = ("staleness", "backup_workers", "max_delay", "collect", "buffer_size")
+    asked = {name: config.get(name) for name in told}
     more = {**asked, **(config.get("set") or {})}
-    told = "".join(f" {name}={value}" for name, value in more.items() if value)
-    return f"{recipe} {config['discipline']} {config['workers']}w {config['servers']}s{told}"
+    options = "".join(f" {name}={value}" for name, value in more.items() if value)
+    return f"{recipe} {config['discipline']} {config['workers']}w {config['servers']}s{options}"
 
 
 def _may_log_in() -> bool:

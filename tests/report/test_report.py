@@ -200,6 +200,44 @@ def test_waiting_is_what_a_server_held_back(tmp_path: Path) -> None:
     assert worker.waited_s(3) == pytest.approx(0.075)
 
 
+def write_dropped(run: Path, rank: int, every: int) -> None:
+    """Have each so many-th gradient of a worker be dropped."""
+    path = run / "events" / f"worker-{rank}.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [event for event in events if event["kind"] == "step"]
+    for step in steps[::every]:
+        step["outcome"] = "dropped"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_whose_gradients_were_dropped_is_told(tmp_path: Path) -> None:
+    """By how much of each worker's share: who is slow may have none that count."""
+    for seed in (0, 1):
+        shape: dict[str, Any] = {"workers": 2, "seed": seed, "gradients": 200}
+        write_run(tmp_path / f"r{seed}", discipline="ringmaster:2", **shape)
+        write_dropped(tmp_path / f"r{seed}", rank=1, every=4)
+        write_run(tmp_path / f"a{seed}", discipline="apply-reply", **shape)
+    records = [read_run(tmp_path / f"r{seed}") for seed in (0, 1)]
+    counts = [[record.workers[rank].gradients for record in records] for rank in (0, 1)]
+    dropped = [-(-count // 4) for count in counts[1]]
+    (section,) = [s for s in describe_run(records[0]).sections if s.title == "What the workers did"]
+    (table,) = section.tables
+    column = table.header.index("dropped")
+    shown = [row[column] for row in table.rows]
+    assert shown == ["0", f"{dropped[0]} ({dropped[0] / counts[1][0]:.1%})"]
+    (fates,) = [
+        s
+        for s in describe_runs(findings_of(tmp_path).runs, None).sections
+        if s.title == "What became of the gradients"
+    ]
+    _, by_worker = fates.tables
+    share = f"{sum(dropped)} ({sum(dropped) / sum(counts[1]):.1%})"
+    assert [row[1:] for row in by_worker.rows] == [
+        ("ringmaster:2", "worker 0", str(sum(counts[0])), "0"),
+        ("ringmaster:2", "worker 1", str(sum(counts[1])), share),
+    ]
+
+
 def test_a_rate_is_that_of_the_time_in_which_all_were_at_work(tmp_path: Path) -> None:
     """Worker 1 does its half alone, after the others; 100 a second before, 10 from then on."""
     write_run(tmp_path / "r", workers=2, gradients=10)

@@ -86,6 +86,7 @@ def draw_plan(seed: int) -> Plan:
     draw = random.Random(seed)
     servers, workers = draw.choice([1, 1, 2]), draw.choice([2, 2, 3])
     disciplines = ["sync", "apply-reply", "reply-apply", "bounded:1", "lock-free"]
+    disciplines += ["ringmaster:2", "rennala:3", "buffer:7"]
     faults: list[Fault] = []
     at = draw.choice([draw.uniform(0.05, 0.9), draw.uniform(0.9, 1.0), 1.0])
     for _ in range(draw.choice([1, 2, 2, 3])):
@@ -157,8 +158,8 @@ class ChaosRun:
             "threads": 1,
             "device": "cpu",
         }
-        if plan.discipline == "sync":
-            options["rule"] = "sum"  # the parameters are to count gradients, not rounds
+        if make_config(options).chosen.kind.merges:
+            options["rule"] = "sum"  # the parameters are to count gradients, not updates
         config = make_config(options)
 
         def run() -> None:

@@ -175,6 +175,14 @@ class Cluster:
             if event["kind"] == "push" and event["outcome"] == "applied"
         )
 
+    def dropped(self) -> set[tuple[int, int, int]]:
+        """Which ones a server did not want."""
+        return {
+            (event["shard"], event["worker"], event["sequence"])
+            for event in read_events(self.run_dir / "events")
+            if event["kind"] == "push" and event["outcome"] == "dropped"
+        }
+
     def end(self) -> None:
         for role in self.roles:
             role.stop.set()

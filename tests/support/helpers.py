@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from offbeat import SGD, Recipe
 from offbeat.config import TrainConfig, make_config
-from offbeat.disciplines import BUILT_IN, Discipline
+from offbeat.disciplines import Discipline
+from offbeat.family import BUILT_IN
 from offbeat.optim import Optimizer
 from offbeat.run.job import Job
 from offbeat.run.making import make_job
@@ -94,3 +95,12 @@ def make_discipline(name: str, workers: Iterable[int], **options: float) -> Disc
 
 
 DEFAULT_CONFIG = TrainConfig()
+DROPPING = ("ringmaster", "rennala")
+"""Disciplines that drop what is too old, at each server by itself."""
+IN_AN_UPDATE = {"rennala": 4, "buffer": 4}
+"""How many gradients, where that is no matter of workers."""
+
+
+def num_dealt_with(row: dict[str, int], discipline: str) -> int:
+    """How many gradients are in a shard, or were dropped by a discipline that may do that."""
+    return row["applied"] + (row["dropped"] if discipline in DROPPING else 0)
