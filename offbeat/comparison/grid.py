@@ -31,6 +31,7 @@ from offbeat.config import (
 )
 from offbeat.disciplines import ApplyReply, Bounded, LockFree, ReplyApply, Sync
 from offbeat.errors import ConfigError, RunDirError, nearest
+from offbeat.family import BUILT_IN
 from offbeat.plugins import Choice
 from offbeat.scripts import check_options
 
