@@ -949,7 +949,15 @@ def test_the_final_checkpoint_counts_every_push(run_dir: Path) -> None:
     (path,) = (run_dir / "checkpoints").iterdir()
     manifest = json.loads((path / "manifest.json").read_text())
     assert [s["version"] for s in manifest["shards"]] == [48, 48]
-    counts = [0, 16, 16, 0, 0, 0]  # incarnation, sequence; applied, dropped, rejected, lost
+    counts = [
+        0,
+        16,
+        16,
+        0,
+        0,
+        0,
+        16,
+    ]  # incarnation, sequence; applied, dropped, rejected, lost; batches
     assert manifest["shards"][0]["accounts"] == {str(w): counts for w in range(3)}
 
 
@@ -1248,7 +1256,7 @@ def test_the_last_checkpoint_is_what_the_shards_hold(run_dir: Path, discipline: 
     manifest = json.loads((newest / "manifest.json").read_text())
     total = 10 if discipline == "sync" else 40
     assert [shard["version"] for shard in manifest["shards"]] == [total, total]
-    counts = [0, 10, 10, 0, 0, 0]
+    counts = [0, 10, 10, 0, 0, 0, 10]
     assert manifest["shards"][0]["accounts"] == {str(w): counts for w in range(4)}
     scores = [e["version"] for e in read_events(run_dir / "events") if e["kind"] == "score"]
     assert scores[-1] == total and len(set(scores)) == len(scores), "each is scored once"
