@@ -957,7 +957,15 @@ def test_the_final_checkpoint_counts_every_push(run_dir: Path) -> None:
     (path,) = (run_dir / "checkpoints").iterdir()
     manifest = json.loads((path / "manifest.json").read_text())
     assert [s["version"] for s in manifest["shards"]] == [48, 48]
-    counts = [0, 16, 16, 0, 0, 0]  # incarnation, sequence; applied, dropped, rejected, lost
+    counts = [
+        0,
+        16,
+        16,
+        0,
+        0,
+        0,
+        16,
+    ]  # incarnation, sequence; applied, dropped, rejected, lost; batches
     assert manifest["shards"][0]["accounts"] == {str(w): counts for w in range(3)}
 
 
@@ -1265,7 +1273,7 @@ def test_the_last_checkpoint_is_what_the_shards_hold(run_dir: Path, discipline: 
     for worker in range(4):
         counts = manifest["shards"][0]["accounts"][str(worker)]
         dropped = counts[3] if discipline in DROPPING else 0
-        assert counts == [0, 10, 10 - dropped, dropped, 0, 0]
+        assert counts == [0, 10, 10 - dropped, dropped, 0, 0, 10]
     scores = [e["version"] for e in read_events(run_dir / "events") if e["kind"] == "score"]
     assert scores[-1] == total and len(set(scores)) == len(scores), "each is scored once"
     assert result.state_dict()
