@@ -36,8 +36,8 @@ FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
 sequence, batch, base version, reply version + 1, and the settled sequence: 76 bytes. Zero is what a
 type of frame has nothing to say of. Where not all values are sent, the last one says in pushes and
 replies how many bytes of them are; how many numbers tell rows stands in a push in the place of the
-reply version, and in a reply in that of the batch. A welcome's bytes stand in the place of the
-batch."""
+reply version, and in a reply in that of the batch. A welcome's bytes stand in the place of the base
+version."""
 assert FORMAT.size == HEADER_BYTES
 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
@@ -111,7 +111,7 @@ class Frame:
         return ReplyHeader(sequence, version - 1, OUTCOMES[status], epoch, last, size, rows)
 
     def welcome(self) -> WelcomeHeader:
-        _, _, _, _, flags, _, _, _, epoch, _, _, size, _, version, settled = self._fields
+        _, _, _, _, flags, _, _, _, epoch, _, _, _, size, version, settled = self._fields
         return WelcomeHeader(version - 1, settled, epoch, flags & _LAST != 0, size)
 
 
@@ -152,7 +152,7 @@ def pack_reply(header: ReplyHeader, length: int = 0) -> bytes:
 def pack_welcome(header: WelcomeHeader, length: int = 0) -> bytes:
     flags = _LAST if header.last else 0
     size, version, settled = header.num_bytes, header.version + 1, header.settled_sequence
-    said = (length, 0, size, 0, version, settled)
+    said = (length, 0, 0, size, version, settled)
     return FORMAT.pack(MAGIC, PROTOCOL, WELCOME, 0, flags, 0, 0, 0, header.epoch, *said)
 
 
