@@ -40,6 +40,8 @@ class Account:
     dropped: int = 0
     rejected: int = 0
     lost: int = 0
+    batches: int = 0
+    """How many of its batches the worker had gone through with that push."""
 
     @property
     def gradients(self) -> int:
@@ -94,10 +96,14 @@ class AccountBook:
         self._claimed[worker] = (incarnation, sequence)
         return True
 
-    def settle(self, worker: int, incarnation: int, sequence: int, outcome: str) -> None:
-        """A claimed push was applied, or dropped or rejected and answered."""
+    def settle(
+        self, worker: int, incarnation: int, sequence: int, outcome: str, batches: int = 0
+    ) -> None:
+        """A claimed push was applied, or dropped or rejected and answered. `batches`: how many the
+        worker has gone through with it."""
         account = self._up_to(worker, incarnation, sequence - 1)
         account.incarnation, account.sequence = incarnation, sequence
+        account.batches = batches
         if outcome == APPLIED:
             account.applied += 1
         elif outcome == DROPPED:
@@ -132,13 +138,18 @@ def copied(accounts: Mapping[int, Account]) -> Accounts:
     return {worker: replace(account) for worker, account in accounts.items()}
 
 
-def moved(accounts: Mapping[int, Account], starts: Mapping[int, tuple[int, int]]) -> Accounts:
+Start = tuple[int, int, int]
+"""Where a worker goes on: incarnation and sequence of its last push, and batches so far."""
+
+
+def moved(accounts: Mapping[int, Account], starts: Mapping[int, Start]) -> Accounts:
     """The same accounts where each worker goes on after another push, because the work was cut
-    anew: `starts` gives (incarnation, sequence)."""
+    anew."""
     result = copied(accounts)
-    for worker, (incarnation, sequence) in starts.items():
+    for worker, (incarnation, sequence, batches) in starts.items():
         account = result.setdefault(worker, Account(incarnation, sequence))
         account.incarnation, account.sequence = incarnation, sequence
+        account.batches = batches
     return result
 
 

@@ -480,7 +480,7 @@ def _run(
     config, folder = job.config, start.folder
     folder.write_json(folder.config, _describe(job, start.found))
     steps = [job.num_steps(rank) for rank in range(config.workers)]
-    total = None if None in steps else sum(n for n in steps if n is not None)
+    total = None if None in steps or config.paces else sum(n for n in steps if n is not None)
     show = start.display or functools.partial(make_display, quiet=config.quiet)
     display = show(_title(job, folder), total)
     for line in _notices(job, start.found.change):

@@ -114,6 +114,16 @@ def number(value: Any) -> float:
     return result
 
 
+def local(value: Any) -> int | str:
+    """A number of local steps: H, or H:auto."""
+    if not (isinstance(value, str) and ":" in value):
+        return whole(value)
+    figure, _, how = value.partition(":")
+    if how != AUTO:
+        raise ValueError
+    return f"{whole(figure)}:{AUTO}"
+
+
 def level(value: Any) -> float | str:
     """What a score is to reach: a number, or NAME=NUMBER."""
     if not (isinstance(value, str) and "=" in value):
@@ -157,6 +167,7 @@ def settings(value: Any) -> dict[str, Any]:
 MAX_SHOWN = 60
 """Characters of a value that an error shows."""
 KIND_NAMES = {
+    local: "a whole number, or NUMBER:auto",
     level: "a number, or METRIC=NUMBER",
     settings: "of the form NAME=VALUE",
     whole: "a whole number",
@@ -214,11 +225,12 @@ class TrainConfig:
         whole,
         "batches per gradient: their mean is what is pushed, as of one so many times as large",
     )
-    local_steps: int | None = _option(
+    local_steps: int | str | None = _option(
         None,
-        whole,
+        local,
         "so many steps each worker takes by itself, with the recipe's optimizer and schedule; then "
-        "it pushes by how much its parameters moved, to which the servers apply --outer-optimizer",
+        "it pushes by how much its parameters moved, to which the servers apply --outer-optimizer; "
+        "H:auto: the fastest worker takes H, and slower ones fewer, in proportion to their speed",
     )
     outer_optimizer: str | None = _option(
         None,
@@ -498,9 +510,19 @@ class TrainConfig:
         return ", ".join(parts)
 
     @property
+    def most_local_steps(self) -> int:
+        """How many a worker takes from one exchange to the next; with auto the fastest."""
+        return int(str(self.local_steps or 1).partition(":")[0])
+
+    @property
+    def paces(self) -> bool:
+        """Whether slower workers take fewer of them."""
+        return isinstance(self.local_steps, str)
+
+    @property
     def batches_per_step(self) -> int:
-        """How many a worker goes through from one exchange to the next."""
-        return self.accumulate * (self.local_steps or 1)
+        """How many a worker goes through from one exchange to the next; with auto the fastest."""
+        return self.accumulate * self.most_local_steps
 
     @property
     def updates_per_pass(self) -> float:
@@ -562,6 +584,8 @@ class TrainConfig:
             _check_choice(name, value)
         for name, least in _LEAST.items():
             value = getattr(config, name)
+            if name == "local_steps" and value is not None:
+                value = config.most_local_steps
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
         if config.threads is not None and config.threads > MAX_THREADS:
@@ -597,6 +621,7 @@ class TrainConfig:
                 "outer_optimizer is the servers', where workers have one of their own: give "
                 "--local-steps H too, or say --optimizer"
             )
+        _check_pacing(config)
         if config.init is not None:  # it is read by whoever is told of it, from any folder
             config = dataclasses.replace(config, init=str(Path(config.init).absolute()))
         for tracker in config.track:
@@ -851,6 +876,24 @@ def _resolve_coding(config: TrainConfig) -> TrainConfig:
 def _in_short(source: str) -> str:
     """A codec, without the folder that it is in."""
     return source.rpartition("/")[2]
+
+
+def _check_pacing(config: TrainConfig) -> None:
+    if not config.paces:
+        return
+    what = f"local_steps {config.local_steps}"
+    if config.most_local_steps == 1:
+        raise ConfigError(f"{what} leaves slower workers no fewer to take: give 2 or more")
+    if not config.chosen.kind.served:
+        raise ConfigError(
+            f"{what} needs servers, who tell workers how fast the others are, and "
+            f"{config.chosen.kind.name} has none: say {config.most_local_steps}"
+        )
+    if config.most_workers is not None:
+        raise ConfigError(
+            f"{what} has every worker go through batches of its own, and where workers come and go "
+            f"any of them does any step: say {config.most_local_steps}"
+        )
 
 
 def discipline_options() -> set[str]:

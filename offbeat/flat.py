@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import ModelError
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised with every change of what travels between worker and server."""
 MAX_NAMED = 4
 """Of the tensors that a notice is about."""

@@ -73,6 +73,8 @@ class PushRecord:
     """The worker's account has it."""
     lr: float | None = None
     """The learning rate that its update was made with."""
+    speed: float = 0.0
+    """What its worker told of its own: local steps per second; 0: nothing."""
     norm: Callable[[], float] | None = None
     """Tells the norm of what its update was made with, before the server clipped that."""
     coding_s: float = 0.0
@@ -135,6 +137,8 @@ class Member:
     incarnation: int
     is_finished: bool = False
     """It has said that its work is done, and waits for the end of the run."""
+    speed: float = 0.0
+    """Local steps per second, as it told last; 0: it did not."""
     num_heard: int = 0
     heard_s: float = 0.0
     """When it was first seen that so many messages had come of it."""
@@ -241,6 +245,12 @@ class Ledger:
             member.num_heard, member.heard_s = num_heard, now
         return now - member.heard_s
 
+    @property
+    def fastest(self) -> float:
+        """The speed of the fastest worker that is here and has work to do; 0: nobody told any."""
+        here = list(self.members.values())  # somebody may come meanwhile
+        return max((member.speed for member in here if not member.is_finished), default=0.0)
+
     # -- one push ------------------------------------------------------------------------------
 
     def push(self, record: PushRecord, version: int) -> Sequence[Action]:
@@ -248,6 +258,8 @@ class Ledger:
         if self.budget is not None and version >= self.budget:
             return (Dismiss("the run has all of its updates"),)
         self.under_way[record.worker] = record
+        if 0 < record.speed < math.inf and (member := self.members.get(record.worker)) is not None:
+            member.speed = record.speed
         if record.epoch != self.epoch:
             record.outcome = STALE
         elif not self._book.claim(record.worker, record.incarnation, record.sequence):
@@ -308,7 +320,13 @@ class Ledger:
     def _settle(self, record: PushRecord) -> None:
         if not record.is_settled:
             record.is_settled = True
-            self._book.settle(record.worker, record.incarnation, record.sequence, record.outcome)
+            self._book.settle(
+                record.worker,
+                record.incarnation,
+                record.sequence,
+                record.outcome,
+                record.batch + 1,
+            )
 
     def _note(self, actions: Sequence[DisciplineAction]) -> Sequence[Action]:
         """Write down what is dropped; the rest is for whoever carries actions out."""

@@ -48,7 +48,8 @@ class Inner:
     """In a run that is so many local steps long."""
     total_steps: int | None
     steps_per_update: float
-    """How many local steps of one worker an update of the servers stands for."""
+    """How many local steps of one worker an update of the servers stands for; 0: nobody knows, and
+    the schedule goes by the worker's own."""
     fused: bool = False
 
     def shard(self, params: Tensor) -> Shard:
@@ -121,6 +122,9 @@ class LocalTowers(Towers):
         return expected.keys() == tensors.keys() and all(
             shape_of(tensors[name]) == shape_of(tensor) for name, tensor in expected.items()
         )
+
+    def skip(self, num_batches: int) -> None:
+        self._position = max(self._position, num_batches // self._batches_per_step)
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -213,6 +213,9 @@ class Towers:
         it is none of this model and optimizer, and nothing is changed."""
         return not (tensors or numbers)
 
+    def skip(self, num_batches: int) -> None:
+        """So many were gone through in another life."""
+
     # -- parameters ----------------------------------------------------------------------------
 
     def adopt(self, landing: Tensor) -> None:

@@ -101,8 +101,8 @@ def test_a_process_that_skips_a_push_to_a_server_that_lives_was_late() -> None:
 
 def test_accounts_move_along_when_the_work_is_cut_anew() -> None:
     accounts = {0: Account(0, 30, applied=29, lost=1), 1: Account(1, 20, applied=20)}
-    other = moved(accounts, {0: (2, 12), 2: (2, 12)})
-    assert other[0] == Account(2, 12, applied=29, lost=1), "what was done stays done"
+    other = moved(accounts, {0: (2, 12, 30), 2: (2, 12, 0)})
+    assert other[0] == Account(2, 12, applied=29, lost=1, batches=30), "what was done stays done"
     assert other[1] == accounts[1] and other[2] == Account(2, 12)
     assert accounts[0].sequence == 30
 

@@ -27,8 +27,8 @@ LAYERS = [
         *("probing", "randomness", "reading", "rows", "rules", "schedules", "shard", "streams"),
     ],
     [
-        *("accounts", "config", "disciplines", "errors", "importing", "ledger", "place"),
-        *("plugins", "scripts", "version"),
+        *("accounts", "config", "disciplines", "errors", "importing", "ledger", "pace"),
+        *("place", "plugins", "scripts", "version"),
     ],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

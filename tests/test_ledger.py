@@ -2,6 +2,7 @@
 
 import heapq
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from offbeat.accounts import (
     STALE,
     Account,
     Accounts,
+    accounts_from,
+    accounts_to_json,
 )
 from offbeat.disciplines import Apply, Reply
 from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
@@ -195,7 +198,7 @@ def test_a_gradient_that_is_applied() -> None:
     assert ledger.take_part(apply.pushes, 7) == [record]
     ledger.applied(apply.pushes, 8, now=1.5)
     assert (record.outcome, record.version, record.staleness) == (APPLIED, 8, 4)
-    assert ledger.accounts == {0: Account(0, 1, applied=1)}
+    assert ledger.accounts == {0: Account(0, 1, applied=1, batches=1)}
     assert list(ledger.recent_staleness) == [4]
     event = json.loads(record.event_line(2))
     assert event["kind"] == "push" and event["shard"] == 2 and event["applied_s"] == 1.5
@@ -271,7 +274,7 @@ def test_a_dropped_gradient_is_settled_when_it_is_answered() -> None:
     assert late.outcome == DROPPED and 1 not in ledger.accounts
     ledger.replied(late)
     ledger.replied(late)
-    assert ledger.accounts[1] == Account(0, 1, dropped=1)
+    assert ledger.accounts[1] == Account(0, 1, dropped=1, batches=1)
 
 
 def test_a_snapshot_is_taken_once_at_the_version_that_was_asked_for() -> None:
@@ -336,3 +339,43 @@ def test_a_round_that_a_stop_cuts_off_is_not_closed() -> None:
     assert ledger.leave(1) == () and record.outcome == ACCEPTED
     ledger.abandon(record)
     assert record.outcome == DROPPED and not record.is_settled
+
+
+def test_the_fastest_is_one_that_is_here_and_has_work_to_do() -> None:
+    """As workers told last; who is gone or through is waited for by nobody, and nothing is made of
+    a speed that is none."""
+    ledger = make_ledger(workers=3)
+    assert ledger.fastest == 0.0
+    for worker in range(3):
+        ledger.join(worker, 0)
+    told = {0: [20.0, 30.0], 1: [90.0, 60.0], 2: [10.0, 10.0]}
+    for sequence in (1, 2):
+        for worker, speeds in told.items():
+            ledger.push(PushRecord(worker, 0, sequence, speed=speeds[sequence - 1]), 0)
+    assert ledger.fastest == 60.0
+    for sequence, nonsense in enumerate((0.0, -1.0, math.inf, math.nan), start=3):
+        ledger.push(PushRecord(1, 0, sequence, speed=nonsense), 0)
+        assert ledger.fastest == 60.0
+    ledger.finish(1, 6)
+    assert ledger.fastest == 30.0
+    ledger.leave(0)
+    assert ledger.fastest == 10.0
+    ledger.join(0, 1)
+    assert ledger.fastest == 10.0, "another process may be on another machine"
+
+
+def test_a_worker_that_comes_again_is_told_how_far_it_was_in_its_data() -> None:
+    """A push may stand for any number of batches."""
+    ledger = make_ledger()
+    ledger.join(0, 0)
+    for sequence, batch in ((1, 49), (2, 65), (3, 66)):
+        (apply, _) = ledger.push(record := PushRecord(0, 0, sequence, batch), sequence - 1)
+        assert isinstance(apply, Apply)
+        if sequence < 3:
+            ledger.applied(apply.pushes, sequence, 0.0)
+        assert record.batch == batch
+    assert ledger.accounts[0].batches == 66, "of what is in"
+    other = make_ledger()
+    other.load(accounts_from(json.loads(json.dumps(accounts_to_json(ledger.copy_accounts())))))
+    other.join(0, 1)
+    assert (other.accounts[0].sequence, other.accounts[0].batches) == (2, 66)

@@ -358,7 +358,7 @@ def test_bytes_go_by_the_rows_that_are_touched(
             table = RowPart(ids, torch.ones(touched, width))
             hand.push([table, torch.ones(32), torch.ones(2)])
             hand.hand.reply()
-    header, counts, mask = 76, 8, 3
+    header, counts, mask = 84, 8, 3
     expected = header + counts + mask + dense_bytes + touched * (4 * width + 8)
     assert [size for size in sent if size > 100] == [expected] * (2 * steps), "up and down"
 
@@ -369,4 +369,4 @@ def test_gradient_without_a_sparse_tensor_is_as_it_was(tmp_path: Path, sent: lis
         sent.clear()
         hand.exchange(1.0)
         assert made.shard.changes is None
-    assert [size for size in sent if size > 100] == [76 + 4 * 50 + 1] * 2
+    assert [size for size in sent if size > 100] == [84 + 4 * 50 + 1] * 2

@@ -258,16 +258,19 @@ def _time(record: Record) -> Section | None:
     names = tuple(f"worker {rank}" for rank in record.ranks)
     workers = [record.workers[rank] for rank in record.ranks]
     shares = tuple((name, shares_of(w)) for name, w in zip(names, workers, strict=True))
+    paced = any(w.local_steps for w in workers)
     rows = tuple(
         (
             name,
             f"{w.gradients:,}",
+            *([short(w.mean_local_steps)] if paced else []),
             short(rate(w.gradients, w.end_s(-1) - w.start_s[0])),
             *map(percent, parts),
         )
         for (name, parts), w in zip(shares, workers, strict=True)
     )
-    header = ("", "gradients", "a second", "computing", "preparing", "waiting", "exchanging")
+    counted_in = ("gradients", *(["local steps in each"] if paced else []), "a second")
+    header = ("", *counted_in, "computing", "preparing", "waiting", "exchanging")
     text = (
         "Waiting: the gradient lay at a server that did not reply yet, because it updated or "
         "waited for others; it is at most so much. Exchanging: the rest of the time between a push "

@@ -46,6 +46,8 @@ class WorkerRecord:
     prepare_s: "array[float]" = field(default_factory=_floats)
     exchange_s: "array[float]" = field(default_factory=_floats)
     losses: "array[float]" = field(default_factory=_floats)
+    local_steps: "array[int]" = field(default_factory=_wholes)
+    """How many of its own a step was, where workers take different numbers of them."""
     examples: int = 0
     dropped: int = 0
     rejected: int = 0
@@ -78,6 +80,8 @@ class WorkerRecord:
             (self.start_s, self.compute_s, self.prepare_s, self.exchange_s), times, strict=True
         ):
             column.append(time_s)
+        if "local_steps" in event:
+            self.local_steps.append(int(event["local_steps"]))
         self.examples += examples
         self.dropped += event["outcome"] == "dropped"
         self.rejected += event["outcome"] == "rejected"
@@ -95,6 +99,11 @@ class WorkerRecord:
     def times_smaller(self, way: str) -> float | None:
         """What float32 would have been, over what it was; parameters are as many as gradients."""
         return self.carried["whole"] / self.carried[way] if self.carried[way] else None
+
+    @property
+    def mean_local_steps(self) -> float | None:
+        """From one push to the next; None: all workers take as many as the options say."""
+        return sum(self.local_steps) / len(self.local_steps) if self.local_steps else None
 
     def end_s(self, index: int) -> float:
         """When step number `index` was over."""

@@ -112,6 +112,8 @@ def _worker_row(rank: int, worker: WorkerRecord) -> dict[str, Any]:
     row: dict[str, Any] = {"rank": rank}
     for name in ("gradients", "examples", "dropped", "rejected"):
         row[name] = getattr(worker, name)
+    mean = worker.mean_local_steps
+    row["local_steps"] = None if mean is None else round(mean, 3)  # with H:auto, from push to push
     for name in PARTS:
         row[name] = round(sum(getattr(worker, name)), 6)
     return row | _traffic_row(worker)

@@ -108,6 +108,10 @@ class Exchange:
         """What came from each shard last: a reply, or what a welcome stands for."""
         self._reached: list[int] = []
         """The last step that each shard has."""
+        self.batches = 0
+        """How many the worker had gone through with the step that `join` returned."""
+        self.fastest = 0.0
+        """The speed of the fastest worker, as the first server said last; 0: it did not."""
         self._left = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
 
@@ -155,6 +159,7 @@ class Exchange:
         if self._job.is_coded and not self.codecs.are_used:
             self._log.info("nothing is compressed: all servers' memory is shared with this worker")
         done = max(reply.sequence for reply in self._replies)
+        self.batches = max(link.welcome.batches for link in self._links)
         if done:
             self._log.info("going on after step %d", done)
         self._land()
@@ -236,11 +241,15 @@ class Exchange:
         present: Sequence[bool],
         versions: Sequence[int],
         *,
+        batch: int | None = None,
         void: bool = False,
+        speed: float = 0.0,
         made: Callable[[], None] = lambda: None,
     ) -> None:
         """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one;
-        `versions`: of the parameters that it was computed on, which may have been replaced since.
+        `versions`: of the parameters that it was computed on, which may have been replaced since;
+        `batch`: its last one, where steps are not of one each; `speed`: what the first server is
+        told of the worker's.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
         take half of it. `made` is called when everything is encoded, and nothing has left yet."""
         slots = self.gradient_slots
@@ -254,11 +263,12 @@ class Exchange:
                 self._incarnation,
                 step,
                 version,
-                batch=step - 1,
+                batch=step - 1 if batch is None else batch,
                 epoch=link.welcome.epoch,
                 shard=shard,
                 void=void,
                 masked=masked,
+                speed=0.0 if shard else speed,
             )
             for shard, (link, version) in enumerate(zip(self._links, versions, strict=True))
         ]
@@ -293,6 +303,7 @@ class Exchange:
         for shard in range(len(self._links)):
             self._replies[shard] = reply = self._await(shard)
             self._reached[shard] = max(self._reached[shard], reply.sequence)
+        self.fastest = self._replies[0].fastest or self.fastest
         self._land()
         return _pooled(self._replies)
 

@@ -114,6 +114,8 @@ class Peers:
         self.has_joined = False
         self.is_last = False
         """The worker is to take no further step."""
+        self.batches, self.fastest = 0, 0.0
+        """Nobody asks: all take steps of the same length here."""
         self._job = job
         self._rank = rank
         self._num_workers = job.config.workers
@@ -213,23 +215,28 @@ class Peers:
         present: Sequence[bool],
         versions: Sequence[int],
         *,
+        batch: int | None = None,
         void: bool = False,
+        speed: float = 0.0,
         made: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to add up everybody's gradient of this step; `present`: which tensors have one;
         `versions`: of what it was computed on.
-        `void`: it is unusable, and nothing of it is added. `made` is called before anything is."""
+        `batch`: its last one, where steps are not of one each.
+        `void`: it is unusable, and nothing of it is added. `made` is called before anything is.
+        Nobody asks for a `speed` here."""
         made()
+        batch = step - 1 if batch is None else batch
         self._record = PushRecord(
             self._rank,
             self._incarnation,
             step,
-            batch=step - 1,
+            batch=batch,
             base_version=versions[0],
             received_s=self._clock(),
         )
         if void:
-            self._log.warning("a gradient (batch %d) is not finite, or too large", step - 1)
+            self._log.warning("a gradient (batch %d) is not finite, or too large", batch)
             self._begin_round(Said(rejected=[self._rank]))
         else:
             applied = {self._rank: self._record.received_s}

@@ -80,6 +80,7 @@ class Session:
             header.base_version,
             header.epoch,
             now,
+            speed=header.speed,
         )
         slot = self.end.gradient_slot(header)
         ids: Ids | None = ()

@@ -209,7 +209,14 @@ class Sessions:
         settled, actions = self.ledger.join(worker, incarnation, self._clock())
         self._carry_out(actions)
         self._go_on(reopened)
-        return session, WelcomeHeader(version, settled, self.ledger.epoch, self.ledger.is_draining)
+        account = self.ledger.accounts.get(worker)
+        return session, WelcomeHeader(
+            version,
+            settled,
+            self.ledger.epoch,
+            self.ledger.is_draining,
+            0 if account is None else account.batches,
+        )
 
     def _make_way(self, worker: int) -> bool:
         """End what is left of a worker's former session; False: it takes too long."""
@@ -374,7 +381,12 @@ class Sessions:
         slot.mark.set()
         ledger.replied(record)
         header = ReplyHeader(
-            record.sequence, version, record.outcome, ledger.epoch, ledger.is_draining
+            record.sequence,
+            version,
+            record.outcome,
+            ledger.epoch,
+            ledger.is_draining,
+            fastest=ledger.fastest if record.speed else 0.0,
         )
         session.take_reply(header)
 

@@ -18,6 +18,7 @@ as a thread.
 """
 
 import functools
+import itertools
 import logging
 import math
 import threading
@@ -30,6 +31,7 @@ import torch
 from offbeat.data.batches import Batch, StepBatch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.ledger import number
+from offbeat.pace import Pace
 from offbeat.place import at
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
@@ -80,6 +82,9 @@ class _Step:
     """What its event says of bytes."""
     pushed_s: float = 0.0
     """From when on it had nothing to do but to wait."""
+    num_batches: int = 0
+    local_steps: int | None = None
+    """Where workers take different numbers of them."""
 
 
 class Worker:
@@ -118,6 +123,10 @@ class Worker:
         """Why it has left, as a server put it, or whoever stopped it."""
         self.stats = WorkerStats()
         self._overlaps = job.config.overlap
+        self._pace = Pace(job.config.most_local_steps) if job.config.paces else None
+        self._batches = 0
+        """Where every worker says itself when a step ends: how many it had gone through with the
+        last one."""
         self._unwritten: _Step | None = None
         self._under_way: _Step | None = None
         """One that was pushed, and is not answered yet."""
@@ -174,6 +183,10 @@ class Worker:
     def _go_on_after(self, done: int) -> None:
         """With what this worker had for itself then, in its former life."""
         self.step = done + 1
+        if self._pace is not None and done:
+            self._batches = self._exchange.batches
+            self.towers.skip(self._batches)
+            self.log.info("going on after batch %d", self._batches)
         is_asked = self.towers.keeps or self._exchange.codecs.may_keep
         if not is_asked or (kept := self._keeper.load(done)) is None:
             return
@@ -191,8 +204,11 @@ class Worker:
         self.log.warning("what this worker keeps begins anew after step %d: %s", done, why)
 
     def _go_back_to(self, done: int) -> None:
-        """What comes after that step is to be done again, for servers that have lost it."""
+        """A server has lost what came after that step, which is to be done again for it."""
         self.step = done + 1
+        if self._pace is not None:  # those of another life it was told of when it came
+            found = self._pace.batches(done)
+            self._batches = self._exchange.batches if found is None else found
         if self._exchange.codecs.may_keep:
             kept, _ = self._keeper.load(done) or ({}, {})
             self._exchange.go_back(parted(kept)[0], done)
@@ -215,7 +231,8 @@ class Worker:
         """Returns whether all steps are done; else this worker was told to stop."""
         self.towers.train()
         device = self.towers.first_device
-        batches = self.job.step_batches(self.rank, self.step - 1, device, self.log.warning)
+        start = self.step - 1 if self._pace is None else self._batches
+        batches = self.job.step_batches(self.rank, start, device, self.log.warning)
         with closing(batches):
             return self._train_on(batches)
 
@@ -263,13 +280,22 @@ class Worker:
             self._forward_seed(last.number + 1)
         step.loss, is_usable = self.towers.wait()
         step.norm = self.towers.norm
-        self._check_loss(step.loss, last.batch)
+        self._check_loss(step, last.batch)
         if is_told or not self._overlaps:
             self._hold_up(step)
         computed_s = self._clock()
         step.compute_s = computed_s - step.start_s - step.prepare_s - step.waited_s
+        self._note_pace(step, last, computed_s)
         self._faults.pushing(slot.values for slot in self._exchange.gradient_slots)
-        self._exchange.push(self.step, present, versions, void=not is_usable, made=self._made)
+        self._exchange.push(
+            self.step,
+            present,
+            versions,
+            batch=last.number,
+            void=not is_usable,
+            speed=0.0 if self._pace is None else self._pace.speed,
+            made=self._made,
+        )
         self._under_way, step.pushed_s = step, computed_s
         if not is_told:  # prepared while the exchange is under way
             within_s = step.prepare_s
@@ -281,6 +307,8 @@ class Worker:
     def _await(self, step: _Step) -> None:
         """The reply to what was pushed last."""
         step.outcome = self._exchange.await_all()
+        if self._pace is not None:
+            self._pace.told(self._exchange.fastest)
         if not self._overlaps:
             self._take_in()
         step.exchange_s = self._clock() - step.pushed_s
@@ -310,11 +338,16 @@ class Worker:
     ) -> tuple[StepBatch, int]:
         """Compute all batches of a step; returns the last one, whose gradient is not yet with those
         of the others, and how many examples it holds."""
-        while not batch.ends_step:
+        most = math.inf
+        if self._pace is not None:
+            most = self._pace.num_steps(self.step) * self.job.config.accumulate
+        step.num_batches = 1
+        while not batch.ends_step and step.num_batches < most:
             self._compute(batch)
             count = batch_length(batch.batch)
             self.towers.accumulate(count)
             step.num_examples += count
+            step.num_batches += 1
             upcoming = self._prepare(others, step)
             assert upcoming is not None, "a step ends with its last batch"
             batch = upcoming
@@ -322,6 +355,16 @@ class Worker:
         count = batch_length(batch.batch)
         step.num_examples += count
         return batch, count
+
+    def _note_pace(self, step: _Step, last: StepBatch, computed_s: float) -> None:
+        """How long the worker itself took for its local steps, held up or not."""
+        if self._pace is None:
+            return
+        own_s = computed_s - step.start_s - step.waited_s + self._prepared_s
+        step.local_steps = -(-step.num_batches // self.job.config.accumulate)
+        self._batches = last.number + 1
+        self._pace.measured(step.local_steps, own_s)
+        self._pace.pushed(self.step, step.local_steps, self._batches)
 
     def _prepare(self, batches: Iterator[StepBatch], step: _Step) -> StepBatch | None:
         """The next batch, if there is one; `step` is told how long that took."""
@@ -360,25 +403,27 @@ class Worker:
             self.towers.seed(seed, captured_only=not self._seeds_torch)
         self.towers.compute(self.job.recipe.loss, self.towers.deal(batch.batch), eagerly=eagerly)
 
-    def _check_loss(self, loss: float, batch: Batch) -> None:
+    def _check_loss(self, step: _Step, batch: Batch) -> None:
+        loss = step.loss
         if not math.isfinite(loss):
             batches: Iterable[Batch] | None = [batch]
-            if (
-                self.towers.is_told or self.job.config.batches_per_step > 1
-            ):  # it is not the only one, or
-                batches = self._made_again()  # the next one may have been put into its place
+            if self.towers.is_told or self.job.config.batches_per_step > 1:
+                # it is not the only one, or the next one may have been put into its place
+                batches = self._made_again(step.num_batches)
             raise NonFiniteLossError(
                 f"the loss became {loss} in worker {self.rank} at step {self.step}; "
                 f"{self._likely_reason(batches)}. The state before it is kept in the run's last "
                 f"checkpoint."
             )
 
-    def _made_again(self) -> Iterator[Batch] | None:
-        """The batches of this step, where data can be gone through twice."""
+    def _made_again(self, count: int) -> Iterator[Batch] | None:
+        """The `count` batches of this step, where data can be gone through twice."""
         if self.job.facts.num_batches is None:
             return None
         device = self.towers.first_device
-        return _of_one_step(self.job.step_batches(self.rank, self.step - 1, device))
+        start = self.step - 1 if self._pace is None else self._batches
+        batches = self.job.step_batches(self.rank, start, device)
+        return (found.batch for found in itertools.islice(batches, count))
 
     def _likely_reason(self, batches: Iterable[Batch] | None) -> str:
         """Why a loss is not finite, and the remedy. Parameters come first: where they have run
@@ -439,20 +484,14 @@ class Worker:
         self._said = (now_s, stats.num_steps, stats.num_examples)
 
 
-def _of_one_step(batches: Iterator[StepBatch]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch.batch
-        if batch.ends_step:
-            return
-
-
 def _step_line(worker: int, step: _Step) -> str:
     """A step's event. There are many, so that it is not put together by json."""
     norm = "" if step.norm is None else f', "norm": {number(step.norm)}'
+    local = "" if step.local_steps is None else f', "local_steps": {step.local_steps}'
     return (
         f'{{"kind": "step", "worker": {worker}, "step": {step.number}, "epoch": {step.epoch}, '
         f'"loss": {step.loss!r}, "examples": {step.num_examples}, "outcome": "{step.outcome}", '
         f'"start_s": {step.start_s:.6f}, "compute_s": {step.compute_s:.6f}, '
         f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}'
-        f"{norm}{step.traffic}}}"
+        f"{local}{norm}{step.traffic}}}"
     )

@@ -130,6 +130,11 @@ class Checkpoint:
         accounts = joined(shard.accounts for shard in self.shards)
         return {worker: (a.incarnation, a.sequence) for worker, a in accounts.items()}
 
+    def batches(self) -> dict[int, int]:
+        """How many each worker has gone through with that one."""
+        accounts = joined(shard.accounts for shard in self.shards)
+        return {worker: account.batches for worker, account in accounts.items()}
+
     def _by_tensor(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """What the optimizer keeps once per tensor; of one that lies in several shards, as the
         shard has it in which it was stepped most often."""

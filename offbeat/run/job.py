@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import sys
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat.accounts import Start
 from offbeat.capture import CapturedAugment, make_recorder
 from offbeat.clipping import Clip, ClipNorm, ClipValue
 from offbeat.compiling import Compiled
@@ -266,7 +268,7 @@ class Job:
             Towers, accumulates=several > 1, apart=self.config.overlap
         )
         if self.inner is not None:
-            steps = self._make_inner(self.inner)
+            steps = self._make_inner(self.inner, rank)
             kind = functools.partial(LocalTowers, inner=steps, batches_per_step=several)
         return kind(
             [model, *more],
@@ -279,15 +281,16 @@ class Job:
             clip=None if self._clips_updates else self._make_clip(),
         )
 
-    def _make_inner(self, optimizer: Optimizer) -> Inner:
+    def _make_inner(self, optimizer: Optimizer, rank: int = 0) -> Inner:
+        length = self._length_of(rank) if self.config.paces else self._length_inside
         whole = reach_of(optimizer) > Reach.ELEMENT
         segments = segments_of(self.manifest, optimizer, 0, self.manifest.num_elements, whole=whole)
         return Inner(
             optimizer=optimizer,
             segments=segments,
-            schedule=in_run(self.recipe.schedule, self._length_inside),
-            total_steps=self._length_inside.total,
-            steps_per_update=self._steps_per_update,
+            schedule=in_run(self.recipe.schedule, length),
+            total_steps=length.total,
+            steps_per_update=0.0 if self.config.paces else self._steps_per_update,
             fused=self.config.fused,
         )
 
@@ -296,7 +299,7 @@ class Job:
         """How many local steps of one worker an update of the servers stands for."""
         config = self.config
         num_gradients = self.make_discipline().gradients_per_update
-        return (config.local_steps or 1) * num_gradients / config.workers
+        return config.most_local_steps * num_gradients / config.workers
 
     @property
     def _clips_updates(self) -> bool:
@@ -403,6 +406,15 @@ class Job:
             int(length.shift * several),
         )
 
+    def _length_of(self, rank: int) -> Length:
+        """In the local steps of one worker, which has its own place in the schedule."""
+        several = self.config.accumulate
+        total, per_epoch = self.num_batches(rank), self._batches_per_epoch(rank)
+        return Length(
+            None if total is None else -(-total // several),
+            None if per_epoch is None else -(-per_epoch // several),
+        )
+
     def make_rates(self, falls: Sequence[int] = ()) -> Rates:
         """What an update is made with."""
         return Rates(self.optimizer, self.schedule, self.facts.total_updates, falls)
@@ -459,6 +471,13 @@ class Job:
         assert config.epochs is not None
         return config.epochs * per_epoch
 
+    def num_batches(self, rank: int) -> int | None:
+        """How many these steps go through, where that is known."""
+        per_epoch = self._batches_per_epoch(rank)
+        if self.config.steps is not None:
+            return self._batches_after(per_epoch, self.config.steps)
+        return None if per_epoch is None else (self.config.epochs or 0) * per_epoch
+
     def steps_per_epoch(self, rank: int) -> int | None:
         """How many steps worker `rank` takes to go through its share, where that is known."""
         per_epoch = self._batches_per_epoch(rank)
@@ -489,7 +508,9 @@ class Job:
     ) -> Generator[StepBatch, None, None]:
         """Worker `rank`'s training batches, from step `start` on (0: the first), until its work is
         done; on `device`, which is also where they are augmented. `tell` is told of what is slower
-        than it might be. To be closed, since processes may be reading for it."""
+        than it might be. To be closed, since processes may be reading for it. Where slower workers
+        take fewer local steps each says itself when a step ends, at the end of an epoch at the
+        latest, and `start` counts batches."""
         made = self._make_batches(rank, start, device, tell)
         if self.recipe.feed != BATCHING:
             return made
@@ -525,7 +546,8 @@ class Job:
         source = source.on(device) if self.config.data_device == AUTO else source
         finish = self._make_finish(rank, source, device, tell)
         with source.opened(tell) as opened:
-            for found in self._drafts(opened, rank, start):
+            drafts = self._drafts_at_will if self.config.paces else self._drafts
+            for found in drafts(opened, rank, start):
                 batch = finish(found.batch, found.number)
                 yield dataclasses.replace(found, batch=batch)
 
@@ -557,12 +579,38 @@ class Job:
                 if step == last_step:
                     return
             if number == before:
-                raise DataError(
-                    f"the training data has nothing for worker {rank}: it is empty, or there are "
-                    f"more workers than examples"
-                )
+                raise _nothing_for(rank)
             epoch += 1
             first = 0
+
+    def _drafts_at_will(
+        self, source: Source, rank: int, start: int
+    ) -> Generator[StepBatch, None, None]:
+        """The same from batch `start` on, as many of them as there would be otherwise."""
+        config, share = self.config, self.share(rank)
+        number, epoch, first = source.find(share, start)
+        last_number: float = math.inf
+        if config.steps is not None:
+            last_number = self._batches_after(source.num_batches(share), config.steps)
+        while number < last_number and epoch < (config.epochs or math.inf):
+            before = number
+            for draft, ends_epoch in grouped(source.drafts(share, epoch, first), sys.maxsize):
+                number += 1
+                if number > start:
+                    is_last = ends_epoch or number == last_number
+                    yield StepBatch(epoch, draft, number - 1, is_last)
+                if number == last_number:
+                    return
+            if number == before:
+                raise _nothing_for(rank)
+            epoch += 1
+            first = 0
+
+    def _batches_after(self, per_epoch: int | None, steps: int) -> int:
+        """How many a worker has gone through with so many steps, if it takes as many local ones as
+        any; of a stream as if it had no end."""
+        before = self._batches_before(per_epoch, steps)
+        return steps * self.config.batches_per_step if before is None else before
 
     def _batches_before(self, per_epoch: int | None, step: int) -> int | None:
         """How many batches a worker that has so many in an epoch has gone through before it begins
@@ -629,7 +677,12 @@ class Job:
     def plan(self) -> dict[str, Any]:
         """What a checkpoint must say of the run, so that another one can go on from it."""
         ranks = range(self.config.workers)
-        return {**self._cut_by, "steps_per_epoch": [self.steps_per_epoch(rank) for rank in ranks]}
+        return {
+            **self._cut_by,
+            "steps_per_epoch": [self.steps_per_epoch(rank) for rank in ranks],
+            "batches_per_epoch": [self._batches_per_epoch(rank) for rank in ranks],
+            "drawn": self._drawn,
+        }
 
     @property
     def _cut_by(self) -> dict[str, Any]:
@@ -639,6 +692,7 @@ class Job:
             "num_workers": config.workers,
             "batch_size": self.step_size,
             "split": config.split,
+            "paces": config.paces,
         }
 
     @property
@@ -647,33 +701,71 @@ class Job:
         data."""
         return zlib.crc32(json.dumps(self._cut_by, sort_keys=True).encode())
 
-    def starts(self, checkpoint: Checkpoint) -> dict[int, tuple[int, int]] | None:
-        """Where each worker goes on after `checkpoint`, as the (incarnation, sequence) of its last
-        gradient that is in; None: the run is cut as it was, so that the shards' own books hold.
+    def starts(self, checkpoint: Checkpoint) -> dict[int, Start] | None:
+        """Where each worker goes on after `checkpoint`: with the incarnation of its last gradient
+        that is in; None: the run is cut as it was, so that the shards' own books hold.
 
         With other shares a worker has done its part of what was gone through so far.
         """
-        before, cut_by = checkpoint.plan, self._cut_by
+        before, cut_by = {"paces": False, **checkpoint.plan}, self._cut_by
         if {key: before.get(key) for key in cut_by} == cut_by:
             return None
         applied = checkpoint.applied()
         incarnation = max((i for i, _ in applied.values()), default=0)
         done = {rank: sequence for rank, (_, sequence) in applied.items()}
+        if (before["paces"] or self.config.paces) and "drawn" in before:
+            return self._starts_by_batches(checkpoint, incarnation)
         found = {}
         for rank in range(self.config.workers):
-            start = self._steps_done(rank, done, before)
-            found[rank] = incarnation, min(start, self.num_steps(rank) or start)
+            start = self._done(rank, done, before, self.steps_per_epoch(rank), self.step_size)
+            batches = self._done(rank, done, before, self._batches_per_epoch(rank), self._drawn)
+            found[rank] = self._start(rank, incarnation, start, batches)
         return found
 
-    def _steps_done(self, rank: int, done: Mapping[int, int], before: Mapping[str, Any]) -> int:
-        """How many of worker `rank`'s steps go through its part of what the workers of a run that
-        was cut otherwise have gone through in the steps that they have `done`. Epochs are what can
-        be compared: they may end with odd batches. Of a stream, examples."""
-        config, per_epoch = self.config, self.steps_per_epoch(rank)
+    def _starts_by_batches(self, checkpoint: Checkpoint, incarnation: int) -> dict[int, Start]:
+        """The same where pushes are no measure, since workers take different numbers of steps. With
+        shares as they were each goes on where it was."""
+        before, done = checkpoint.plan, checkpoint.batches()
+        shares = {key: self.plan[key] for key in ("num_workers", "split", "drawn")}
+        is_shared_out_alike = {key: before[key] for key in shares} == shares
+        of_batches = {"steps_per_epoch": before["batches_per_epoch"], "batch_size": before["drawn"]}
+        found = {}
+        for rank in range(self.config.workers):
+            per_epoch = self._batches_per_epoch(rank)
+            batches = done.get(rank, 0)
+            if not is_shared_out_alike:
+                batches = self._done(rank, done, {**before, **of_batches}, per_epoch, self._drawn)
+            epochs, rest = (0, batches) if per_epoch is None else divmod(batches, per_epoch)
+            steps = epochs * (self.steps_per_epoch(rank) or 0)
+            steps += rest // self.config.batches_per_step
+            found[rank] = self._start(rank, incarnation, steps, batches)
+        return found
+
+    def _start(self, rank: int, incarnation: int, steps: int, batches: int) -> Start:
+        """No later than the work is done."""
+        steps = min(steps, self.num_steps(rank) or steps)
+        if self.config.paces:  # it goes on after so many batches: some push has to stand for them
+            batches = min(batches, self.num_batches(rank) or batches)
+            steps = max(steps, int(batches > 0))
+        return incarnation, steps, batches
+
+    def _done(
+        self,
+        rank: int,
+        done: Mapping[int, int],
+        before: Mapping[str, Any],
+        per_epoch: int | None,
+        size: int,
+    ) -> int:
+        """How many of worker `rank`'s steps, or of its batches, go through its part of what the
+        workers of a run that was cut otherwise have gone through in the steps that they have
+        `done`. Epochs are what can be compared: they may end with odd batches. Of a stream,
+        examples. `per_epoch`, `size`: steps now, and examples of one."""
+        config = self.config
         of_ranks: Sequence[int | None] = before.get("steps_per_epoch") or [None]
         if per_epoch is None or None in of_ranks:
             num_examples = sum(done.values()) * int(before["batch_size"])
-            return num_examples // (config.workers * self.step_size)
+            return num_examples // (config.workers * size)
         passes = Fraction(0)
         for former, num_steps in done.items():
             passes += Fraction(num_steps, of_ranks[min(former, len(of_ranks) - 1)] or 1)
@@ -685,13 +777,14 @@ class Job:
         """How many updates each shard will have seen in the end; None: not known."""
         steps = [self.num_steps(rank) for rank in range(self.config.workers)]
         known = [n for n in steps if n is not None]
-        if len(known) < len(steps):
+        if len(known) < len(steps) or self.config.paces:
             return None
         if self.facts.elastic:
             return sum(known)
         version = 0
         if checkpoint is not None:
             version = checkpoint.version
+            starts: Mapping[int, tuple[int, ...]]
             starts = self.starts(checkpoint) or checkpoint.applied()
             known = [max(0, n - starts.get(rank, (0, 0))[1]) for rank, n in enumerate(known)]
         return version + self.make_discipline().num_updates(known)
@@ -729,6 +822,13 @@ def from_recipe(what: str, call: Callable[[], Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise RecipeError(f"the recipe's {what} function failed: {in_a_line(error)}") from error
+
+
+def _nothing_for(rank: int) -> DataError:
+    return DataError(
+        f"the training data has nothing for worker {rank}: it is empty, or there are more workers "
+        f"than examples"
+    )
 
 
 def _unchanged(batch: Batch, generator: torch.Generator) -> Batch:

@@ -128,6 +128,11 @@ def make_job(
         crews=crews,
         whole_tensors=needs_whole_tensors(config, optimizer, manifest),
     )
+    if config.paces and facts.elastic:
+        raise ConfigError(
+            f"local_steps {config.local_steps} has every worker go through batches of its own, and "
+            f"here any of them does any step: say --split disjoint, or {config.most_local_steps}"
+        )
     if config.most_workers is not None and not facts.elastic:
         raise ConfigError(
             f"workers {config.workers}..{config.most_workers}: the training data does not say how "
@@ -349,7 +354,7 @@ def _resolve_optimizers(config: TrainConfig, recipe: Recipe) -> tuple[Optimizer,
     if config.local_steps is None:
         return asked, None
     outer = named_optimizer(config.outer_optimizer or _suggested_outer(config))
-    if config.local_steps == 1 and asked.is_plain_sgd and not asked.groups:
+    if config.most_local_steps == 1 and asked.is_plain_sgd and not asked.groups:
         return outer.scaled(asked.options["lr"]), None
     return outer, asked
 
@@ -360,7 +365,7 @@ def _suggested_outer(config: TrainConfig) -> str:
     if config.chosen.kind.in_rounds and not rule.has_momentum:
         return OF_ROUNDS
     rate = BESIDE_MOMENTUM if rule.has_momentum else 1.0
-    if config.local_steps != 1 and not rule.shares_a_pass:
+    if config.most_local_steps != 1 and not rule.shares_a_pass:
         rate /= config.updates_per_pass
     return f"SGD:lr={rate:.6g}"
 

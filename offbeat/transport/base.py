@@ -39,7 +39,7 @@ from offbeat.streams import NO_MARK, Mark, make_mark
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two attempts to reach a server; each pause is twice the one before."""
 
-HEADER_BYTES = 76
+HEADER_BYTES = 84
 """Of each push and reply, over a network or in a box (wire.py)."""
 CPU = torch.device("cpu")
 Message = dict[str, Any]
@@ -60,7 +60,7 @@ class PushHeader:
     base_version: int
     """The version of the parameters that the gradient was computed on."""
     batch: int
-    """Which of the worker's batches it was computed on."""
+    """Which of the worker's batches it was computed on, counted from 0; of several the last."""
     epoch: int = 0
     """Of the server that it is meant for, which refuses what belongs to another one."""
     shard: int = 0
@@ -73,6 +73,8 @@ class PushHeader:
     that is dense; else there are none to count."""
     num_rows: int = 0
     """How many numbers of the slot's `rows` say which rows these are."""
+    speed: float = 0.0
+    """How many local steps per second the worker takes; 0: nobody needs to know."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,8 @@ class ReplyHeader:
     that is dense; 0: all are sent."""
     num_rows: int = 0
     """How many numbers of the slot's `rows` say which rows these are."""
+    fastest: float = 0.0
+    """The speed of the fastest worker that is there, to one that told its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,8 @@ class WelcomeHeader:
     """The run is being stopped, and the worker is to take no step."""
     num_bytes: int = 0
     """How many bytes of the slot's values a codec has filled; 0: all are sent."""
+    batches: int = 0
+    """How many of its batches the worker had gone through with that gradient."""
 
 
 @dataclass(frozen=True, slots=True)

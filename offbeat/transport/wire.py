@@ -31,10 +31,11 @@ from offbeat.transport.base import (
 )
 
 MAGIC = b"OFFB"
-FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQ")
+FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQd")
 """magic, protocol, type, status, flags; shard, worker, incarnation, epoch; the body's length,
-sequence, batch, base version, reply version + 1, and the settled sequence: 76 bytes. Zero is what a
-type of frame has nothing to say of. Where not all values are sent, the last one says in pushes and
+sequence, batch (in a welcome: how many), base version, reply version + 1, the settled sequence, and
+a speed, the worker's or that of the fastest: 84 bytes. Zero is what a type of frame has nothing to
+say of. Where not all values are sent, the last one says in pushes and
 replies how many bytes of them are; how many numbers tell rows stands in a push in the place of the
 reply version, and in a reply in that of the batch. A welcome's bytes stand in the place of the base
 version."""
@@ -99,26 +100,41 @@ class Frame:
 
     def push(self) -> PushHeader:
         (_, _, _, _, flags, shard, worker, incarnation, epoch) = self._fields[:9]
-        (_, sequence, batch, base, num_rows, size) = self._fields[9:]
+        (_, sequence, batch, base, num_rows, size, speed) = self._fields[9:]
         void, masked = flags & _FLAG != 0, flags & _MASKED != 0
         return PushHeader(
-            worker, incarnation, sequence, base, batch, epoch, shard, void, masked, size, num_rows
+            worker,
+            incarnation,
+            sequence,
+            base,
+            batch,
+            epoch,
+            shard,
+            void,
+            masked,
+            size,
+            num_rows,
+            speed,
         )
 
     def reply(self) -> ReplyHeader:
-        _, _, _, status, flags, _, _, _, epoch, _, sequence, rows, _, version, size = self._fields
-        last = flags & _LAST != 0
-        return ReplyHeader(sequence, version - 1, OUTCOMES[status], epoch, last, size, rows)
+        (_, _, _, status, flags, _, _, _, epoch) = self._fields[:9]
+        (_, sequence, rows, _, version, size, fastest) = self._fields[9:]
+        status, last = OUTCOMES[status], flags & _LAST != 0
+        return ReplyHeader(sequence, version - 1, status, epoch, last, size, rows, fastest)
 
     def welcome(self) -> WelcomeHeader:
-        _, _, _, _, flags, _, _, _, epoch, _, _, _, size, version, settled = self._fields
-        return WelcomeHeader(version - 1, settled, epoch, flags & _LAST != 0, size)
+        (_, _, _, _, flags, _, _, _, epoch) = self._fields[:9]
+        (_, _, batches, size, version, settled, _) = self._fields[9:]
+        return WelcomeHeader(version - 1, settled, epoch, flags & _LAST != 0, size, batches)
 
 
 def pack(kind: int, *, length: int = 0, sequence: int = 0, flag: bool = False) -> bytes:
     """The header of a frame that says no more than this."""
     flags = _FLAG if flag else 0
-    return FORMAT.pack(MAGIC, PROTOCOL, kind, 0, flags, 0, 0, 0, 0, length, sequence, 0, 0, 0, 0)
+    return FORMAT.pack(
+        MAGIC, PROTOCOL, kind, 0, flags, 0, 0, 0, 0, length, sequence, 0, 0, 0, 0, 0.0
+    )
 
 
 def pack_push(header: PushHeader, length: int = 0) -> bytes:
@@ -138,6 +154,7 @@ def pack_push(header: PushHeader, length: int = 0) -> bytes:
         header.base_version,
         header.num_rows,
         header.num_bytes,
+        header.speed,
     )
 
 
@@ -145,15 +162,15 @@ def pack_reply(header: ReplyHeader, length: int = 0) -> bytes:
     status, flags = _STATUS_NUMBERS[header.status], _LAST if header.last else 0
     sequence, version, epoch = header.sequence, header.version + 1, header.epoch
     size, rows = header.num_bytes, header.num_rows
-    said = (length, sequence, rows, 0, version, size)
+    said = (length, sequence, rows, 0, version, size, header.fastest)
     return FORMAT.pack(MAGIC, PROTOCOL, REPLY, status, flags, 0, 0, 0, epoch, *said)
 
 
 def pack_welcome(header: WelcomeHeader, length: int = 0) -> bytes:
     flags = _LAST if header.last else 0
-    size, version, settled = header.num_bytes, header.version + 1, header.settled_sequence
-    said = (length, 0, 0, size, version, settled)
-    return FORMAT.pack(MAGIC, PROTOCOL, WELCOME, 0, flags, 0, 0, 0, header.epoch, *said)
+    settled, version, epoch = header.settled_sequence, header.version + 1, header.epoch
+    said = (length, 0, header.batches, header.num_bytes, version, settled, 0.0)
+    return FORMAT.pack(MAGIC, PROTOCOL, WELCOME, 0, flags, 0, 0, 0, epoch, *said)
 
 
 class Pipe(Protocol):

@@ -250,6 +250,28 @@ def test_a_worker_goes_on_after_the_last_step_that_any_shard_knows_of(rigged: An
     assert rigged(*links).exchange.join() == 7
 
 
+def test_the_first_server_is_told_a_speed_and_says_the_fastest_ones(rigged: Any) -> None:
+    """Of one that has just come back nothing is known, and what was said before holds."""
+    links = [
+        ScriptedLink(0.0, WelcomeHeader(10, 2, batches=40), reply(3, 11, fastest=50.0), BROKEN),
+        ScriptedLink(
+            0.0, WelcomeHeader(10, 2, batches=30), reply(3, 11, fastest=70.0), reply(4, 12)
+        ),
+    ]
+    rig = rigged([links[0], ScriptedLink(0.0, welcome(12, 4))], [links[1]])
+    assert rig.exchange.join() == 2
+    assert rig.exchange.batches == 40, "of the shard that heard of the most"
+    present = [True] * len(rig.job.manifest.tensors)
+    rig.exchange.push(3, present, rig.exchange.versions, batch=57, speed=20.0)
+    rig.exchange.await_all()
+    assert [link.pushed[0][0].speed for link in links] == [20.0, 0.0]
+    assert [link.pushed[0][0].batch for link in links] == [57, 57]
+    assert rig.exchange.fastest == 50.0
+    rig.exchange.push(4, present, rig.exchange.versions, batch=70, speed=20.0)
+    rig.exchange.await_all()
+    assert rig.exchange.fastest == 50.0
+
+
 def test_tensors_without_a_gradient_are_masked_everywhere(rigged: Any) -> None:
     links = [ScriptedLink(0.0, welcome(0)) for _ in range(2)]
     rig = rigged([links[0]], [links[1]])

@@ -202,7 +202,7 @@ def test_a_snapshot_is_taken_at_the_version_asked_for(tmp_path: Path) -> None:
         assert r.is_ready()
         snapshot = r.take()
         assert (snapshot.version, snapshot.tensors["params"].tolist()) == (3, [-3] * 4)
-        assert snapshot.accounts == {0: Account(0, 3, applied=3)}
+        assert snapshot.accounts == {0: Account(0, 3, applied=3, batches=4)}
         assert not r.is_ready()
 
 
@@ -427,7 +427,7 @@ def test_a_snapshot_knows_what_is_applied_rather_than_what_has_come(tmp_path: Pa
         assert r.snapshot().accounts == {}
         hands[1].push(1.0)
         hands[0].reply()
-        one = Account(0, 1, applied=1)
+        one = Account(0, 1, applied=1, batches=2)
         assert r.snapshot().accounts == {0: one, 1: one}
         hands[1].reply()
         hands[0].push(1.0)

@@ -46,7 +46,7 @@ from offbeat.transport.wire import HELLO as HELLO_FRAME
 
 LAYOUT = Layout(num_elements=5, num_tensors=2, num_floats=3, num_ints=1)
 HELLO = {"worker": 3, "incarnation": 1}
-WELCOME = WelcomeHeader(version=40, settled_sequence=6, epoch=2, last=True)
+WELCOME = WelcomeHeader(version=40, settled_sequence=6, epoch=2, last=True, batches=2**33)
 T = 10.0
 
 Connect = Callable[[], WorkerEnd]
@@ -145,6 +145,7 @@ def test_a_push_brings_header_gradient_mask_and_buffers(
     slot.floats.fill_(2.5)
     slot.ints.fill_(2**40)
     header = PushHeader(3, 1, 7, 11, batch=13, epoch=2, shard=4, void=void, masked=not void)
+    header.speed = 0.1
     worker.push(header)
     received = server.receive(T)
     assert received is not None and received == header
@@ -163,7 +164,7 @@ def test_a_reply_brings_parameters_and_buffers(transport: tuple[Listener, Connec
     server.reply_slot.values.fill_(8)
     server.reply_slot.floats.fill_(0.5)
     server.reply_slot.ints.fill_(-3)
-    header = ReplyHeader(1, version=41, status=REJECTED, epoch=2)
+    header = ReplyHeader(1, version=41, status=REJECTED, epoch=2, fastest=1 / 3)
     server.send(header)
     came = worker.wait_reply(T)
     assert came is not None and dataclasses.replace(came, num_bytes=0) == header
