@@ -28,6 +28,7 @@ from offbeat.roles.keeping import Keeper
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.transport.base import (
+    HEADER_BYTES,
     CallEnd,
     Layout,
     Network,
@@ -453,8 +454,8 @@ def test_over_tcp_less_travels_and_as_much_is_learned(over_tcp: Callable[..., Tr
     assert scores[1] > scores[0] - 0.05 and scores[1] > 0.85
     ups = [trip.record.carried.carried["up"] / trip.record.gradients for trip in (plain, coded)]
     num_values = 6 * 7 + 7 + 7 * 3 + 3
-    assert ups[0] == 76 + 4 * num_values + 4
-    assert ups[1] == 76 + 4 + 6 * round(0.1 * num_values) + 4
+    assert ups[0] == HEADER_BYTES + 4 * num_values + 4
+    assert ups[1] == HEADER_BYTES + 4 + 6 * round(0.1 * num_values) + 4
 
 
 def test_where_nothing_goes_over_tcp_that_is_said_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from offbeat.accounts import APPLIED, REJECTED
 from offbeat.config import CODECS, NONE, REPLY_CODECS, make_config
 from offbeat.errors import ConfigError, ConnectionClosedError
-from offbeat.transport.base import Layout, PushHeader
+from offbeat.transport.base import HEADER_BYTES, Layout, PushHeader
 from offbeat.transport.codec import Codec, ErrorFeedback
 from offbeat.transport.codecs import (
     ALL,
@@ -391,8 +391,8 @@ def test_traffic_counts_what_travels() -> None:
     size = 1000
     codec = TopK(share=0.01)
     layout = Layout(size, 3, num_floats=2, num_ints=1, coded_bytes=codec.capacity(size))
-    with_all = 76 + 4 * size + 3 + 8 + 8
-    for coded, up in ((True, 76 + 4 + 30 + 3 + 8 + 8), (False, with_all)):
+    with_all = HEADER_BYTES + 4 * size + 3 + 8 + 8
+    for coded, up in ((True, HEADER_BYTES + 4 + 30 + 3 + 8 + 8), (False, with_all)):
         traffic = Traffic()
         link = Carrier(layout.carried(over_network=coded))
         traffic.joined(link)  # type: ignore[arg-type]
