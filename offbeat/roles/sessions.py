@@ -215,7 +215,7 @@ class Sessions:
             settled,
             self.ledger.epoch,
             self.ledger.is_draining,
-            0 if account is None else account.batches,
+            batches=0 if account is None else account.batches,
         )
 
     def _make_way(self, worker: int) -> bool:
