@@ -601,6 +601,8 @@ def _notices(job: Job, change: str | None) -> Iterator[str]:
     yield from () if job.initial is None else job.initial.notices
     if rounded := job.manifest.rounded_in_words:
         yield rounded
+    if (idle := job.idle_codecs) is not None:
+        yield idle
     if job.facts.num_batches is None and job.config.steps is None:
         yield (
             "the training data does not say how long it is: an epoch ends when it does, and the "

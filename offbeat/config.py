@@ -56,6 +56,10 @@ RULES = (
     *("staleness-aware", "delay-adaptive", "exponential", "gap-aware"),
     *("dc-asgd", "dc-asgd-a", "dana", "delayed-nesterov"),
 )
+NONE = "none"
+CODECS = (NONE, "bf16", "int8", "topk")
+REPLY_CODECS = (NONE, "bf16", "delta")
+CODING_OPTIONS = ("compress", "compress_replies", "compress_always")
 RULES_OF_SUMS = RULES[:2]
 """Those that need no more of a round's gradients than their sum."""
 RULES_OF_SEVERAL = RULES[1:4]
@@ -73,23 +77,16 @@ LOCAL_OPTIONS = ("data_dir", "device", "threads", "log_every")
 """What a worker or evaluator of a cluster is told on its own machine; the rest is the master's."""
 FAULT_OPTIONS = ("slow_worker", "kill_worker", "lying_worker")
 """Options that make a worker worse than it is."""
-PLUGINS = ("optimizer", "outer_optimizer", "rule")
+PLUGINS = ("optimizer", "outer_optimizer", "rule", "compress", "compress_replies")
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
 LAUNCH_OPTIONS = (
     *("discipline", "servers", "workers", "fused", "rule", "backup_workers", "round_timeout"),
-    *(
-        "staleness",
-        "max_delay",
-        "collect",
-        "buffer_size",
-        "threads",
-        "worker_timeout",
-        "max_restarts",
-        *FAULT_OPTIONS,
-    ),
+    *("staleness", "max_delay", "collect", "buffer_size", "threads", "worker_timeout"),
+    *("max_restarts", "fresh_worker_state", *FAULT_OPTIONS),
     *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track", "engine"),
     "partition",
     *RAY_OPTIONS,
+    *CODING_OPTIONS,
 )
 """Those that have a meaning where the training loop is the user's own."""
 CHECKPOINT_EVERY = 1000
@@ -301,6 +298,26 @@ class TrainConfig:
         f"path/to/file.py:Class",
         choices=RULES,
     )
+    compress: str | None = _option(
+        None,
+        text,
+        "what gradients are made smaller by where they go over TCP: bf16, int8, topk:0.01 (the "
+        "largest hundredth); what is left out goes with the next one; your own: "
+        "package.module:Class or path/to/file.py:Class",
+        choices=CODECS,
+    )
+    compress_replies: str | None = _option(
+        None,
+        text,
+        "the same for parameters on their way back: bf16, rounded; delta, what has changed, to the "
+        "last bit",
+        choices=REPLY_CODECS,
+    )
+    compress_always: bool = _option(
+        False,
+        yes_or_no,
+        "also between threads and in shared memory, where it only costs: for trying it out",
+    )
     backup_workers: int = _option_of(Sync, "backup_workers")
     round_timeout: float = _option_of(Sync, "round_timeout")
     staleness: float | None = _option_of(Bounded, "staleness", default=None)
@@ -406,7 +423,8 @@ class TrainConfig:
         False,
         yes_or_no,
         "workers write nothing down of what no server has (what the optimizer of --local-steps "
-        "keeps), and begin anew with it whenever they are started again or the run goes on",
+        "keeps, and what --compress leaves out), and begin anew with it whenever they are started "
+        "again or the run goes on",
     )
     slow_worker: str | None = _option(
         None, text, "for trying it out: 1:3x has worker 1 take three times as long for each step"
@@ -492,6 +510,10 @@ class TrainConfig:
             parts.append(f"{self.local_steps} local steps")
         if self.overlap:
             parts.append("overlap")
+        if self.compress is not None:
+            parts.append(_in_short(self.compress))
+        if self.compress_replies is not None:
+            parts.append(f"{_in_short(self.compress_replies)} replies")
         return ", ".join(parts)
 
     @property
@@ -594,6 +616,7 @@ class TrainConfig:
                 f"files can be locked, added to and renamed; with several machines, a path that "
                 f"all of them see"
             )
+        config = _resolve_coding(config)
         _check_unserved(config)
         if config.outer_optimizer is not None and config.local_steps is None:
             raise ConfigError(
@@ -826,11 +849,35 @@ def _check_unserved(config: TrainConfig) -> None:
     for name, default in (("server_device", AUTO), ("partition", AUTO)):
         if (value := getattr(config, name)) != default:
             raise ConfigError(f"{kind.name} has no servers: leave {name} {value} out")
+    for name in CODING_OPTIONS[:2]:
+        if (value := getattr(config, name)) is not None:
+            raise ConfigError(
+                f"{kind.name} adds gradients up as they are, and has no replies: leave {name} "
+                f"{value} out"
+            )
     if config.rule not in RULES_OF_SUMS:
         raise ConfigError(
             f"{kind.name} knows no more of a round's gradients than their sum: rule must be "
             f"{' or '.join(RULES_OF_SUMS)}, not {config.rule}"
         )
+
+
+def _resolve_coding(config: TrainConfig) -> TrainConfig:
+    """Without the codec that is none."""
+    changed: dict[str, Any]
+    changed = {name: None for name in CODING_OPTIONS[:2] if getattr(config, name) == NONE}
+    config = dataclasses.replace(config, **changed)
+    if config.compress_always and config.compress is None and config.compress_replies is None:
+        raise ConfigError(
+            "compress_always says where to compress, and nothing says what: give --compress or "
+            "--compress-replies too"
+        )
+    return config
+
+
+def _in_short(source: str) -> str:
+    """A codec, without the folder that it is in."""
+    return source.rpartition("/")[2]
 
 
 def _check_pacing(config: TrainConfig) -> None:

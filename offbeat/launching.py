@@ -15,7 +15,7 @@ from typing import Any
 from offbeat.api import Result
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.rays import RayCluster, find_ray
-from offbeat.config import TrainConfig, make_config, not_overruled
+from offbeat.config import CODING_OPTIONS, TrainConfig, make_config, not_overruled
 from offbeat.engines.actors import RayEngine, ray_for
 from offbeat.engines.base import Engine
 from offbeat.engines.forkserver import ForkServer
@@ -205,6 +205,8 @@ class Launched:
         self, display: Display, cluster: RayCluster | None, lock: int, incarnation: int
     ) -> Engine:
         job = make_loop_job(self.config, None)
+        if (idle := job.idle_codecs) is not None:
+            display.notice(idle)
         if cluster is not None:
             return RayEngine(
                 job,
@@ -262,5 +264,5 @@ def describe_launched(config: TrainConfig, script: Mapping[str, Any]) -> dict[st
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:
-    asked = ("engine", "threads", "checkpoint_every")
+    asked = ("engine", "threads", "checkpoint_every", *CODING_OPTIONS)
     return {name: getattr(config, name) for name in asked}

@@ -88,6 +88,8 @@ class PushRecord:
     """Its worker's session is done with it, and it was pending then."""
     copy: Any = None
     """Of its gradient, while it is pending; nobody looks into it here."""
+    coding_s: float = 0.0
+    """Seconds of a processor that it took to decode it, and to encode the reply."""
 
     def event_line(self, shard: int) -> str:
         """Its event. There are more of them than of any other, so that it is not put together by
@@ -95,6 +97,7 @@ class PushRecord:
         version, staleness = self.version, self.staleness
         norm = "" if self.norm is None else f', "norm": {number(self.norm())}'
         lr = "" if self.lr is None else f', "lr": {number(self.lr)}'
+        coding = "" if not self.coding_s else f', "coding_s": {self.coding_s:.6f}'
         return (
             f'{{"kind": "push", "shard": {shard}, "worker": {self.worker}, '
             f'"incarnation": {self.incarnation}, "sequence": {self.sequence}, '
@@ -103,7 +106,7 @@ class PushRecord:
             f'"staleness": {"null" if staleness is None else staleness}, '
             f'"mixed": {"true" if self.mixed else "false"}, '
             f'"received_s": {self.received_s:.6f}, "applied_s": {_seconds(self.applied_s)}, '
-            f'"replied_s": {_seconds(self.replied_s)}{lr}{norm}}}'
+            f'"replied_s": {_seconds(self.replied_s)}{lr}{norm}{coding}}}'
         )
 
 

@@ -16,6 +16,7 @@ from offbeat.recipes.base import Recipe
 from offbeat.run.job import Facts, Job
 from offbeat.run.making import check_servers, cut_slices, needs_whole_tensors
 from offbeat.shard import ShardState
+from offbeat.transport.codecs import gradient_codec, reply_codec
 
 
 def _is_the_scripts(*arguments: object) -> NoReturn:
@@ -50,6 +51,8 @@ def make_loop_job(config: TrainConfig, description: Description | None) -> LoopJ
         config=config,
         recipe=_RECIPE,
         optimizer=optimizer,
+        codec=gradient_codec(config.compress),
+        reply_codec=reply_codec(config.compress_replies),
         manifest=manifest,
         slices=cut_slices(manifest, config.servers, whole=whole) if is_known else (),
         facts=dataclasses.replace(_facts(config), whole_tensors=whole),

@@ -30,6 +30,7 @@ from offbeat.optim import numbers_of
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.exchange import Exchange
 from offbeat.roles.faults import make_faults
+from offbeat.roles.keeping import Keeper
 from offbeat.roles.master import RemoteServer
 from offbeat.roles.run import Books
 from offbeat.run.rundir import role_name
@@ -108,6 +109,9 @@ class Loop:
             incarnation=seat.incarnation,
             connect_timeout_s=seat.connect_timeout_s,
         )
+        self._keeper = Keeper(
+            seat.states / role_name("worker", seat.rank), seat.config.fresh_worker_state, seat.log
+        )
         self._open = contextlib.ExitStack()
         self.num_known = 0
         self._since_s = 0.0
@@ -149,6 +153,7 @@ class Loop:
                 self._await_servers()
             self._open.enter_context(self._exchange)
             self.num_known = self._exchange.join()
+            self._go_on_after(self.num_known)
             self._take_in()
         self._since_s = self._seat.clock()
 
@@ -174,7 +179,11 @@ class Loop:
         pushed_s = self._seat.clock()
         with self._ends():
             self._exchange.push(
-                self.step_number, present, self._exchange.versions, void=not is_usable
+                self.step_number,
+                present,
+                self._exchange.versions,
+                void=not is_usable,
+                made=self._keep,
             )
             if self.meanwhile is not None:
                 self.meanwhile()
@@ -186,6 +195,18 @@ class Loop:
             self._write_down(outcome, pushed_s, prepared_s)
             if self._exchange.is_last:
                 raise ConnectionClosedError("the run is being stopped", over=True)
+
+    def _go_on_after(self, done: int) -> None:
+        """With what codecs had kept then, in this worker's former life."""
+        if not self._exchange.codecs.may_keep or (kept := self._keeper.load(done)) is None:
+            return
+        if not self._exchange.codecs.restore(kept[0]):
+            what = "what this worker keeps begins anew after step %d: it is another codec's"
+            self._seat.log.warning(what, done)
+
+    def _keep(self) -> None:
+        if self._exchange.codecs.keep:
+            self._keeper.save(self.step_number, self._exchange.codecs.state(), {})
 
     def kept(self) -> defaultdict[Any, Any]:
         """What the servers' optimizers keep for each Parameter at this moment."""
@@ -332,8 +353,9 @@ class Loop:
             self._summaries.stepped(self.loss, self.version)
         compute_s, prepare_s = pushed_s - self._since_s, prepared_s - pushed_s
         parts = (self._since_s, compute_s, prepare_s, now_s - prepared_s)
+        traffic = self._exchange.traffic.words()
         self._events.record_line(
-            _step_line, self._seat.rank, self.step_number, self.loss, outcome, *parts
+            _step_line, self._seat.rank, self.step_number, self.loss, outcome, *parts, traffic
         )
         self._since_s = now_s
 
@@ -375,10 +397,12 @@ def _step_line(
     compute_s: float,
     prepare_s: float,
     exchange_s: float,
+    traffic: str,
 ) -> str:
     return (
         f'{{"kind": "step", "worker": {worker}, "step": {step}, "epoch": 0, '
         f'"loss": {loss if math.isfinite(loss) else "null"}, "examples": 0, '
         f'"outcome": "{outcome}", "start_s": {start_s:.6f}, "compute_s": {compute_s:.6f}, '
-        f'"prepare_s": {prepare_s:.6f}, "exchange_s": {exchange_s:.6f}}}'
+        f'"prepare_s": {prepare_s:.6f}, "exchange_s": {exchange_s:.6f}'
+        f"{traffic}}}"
     )

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from offbeat.config import DISCIPLINES, FAULT_OPTIONS, discipline_options
+from offbeat.config import CODING_OPTIONS, DISCIPLINES, FAULT_OPTIONS, discipline_options
 from offbeat.errors import RunDirError, nearest
 from offbeat.recipes.metrics import direction_by_name
 from offbeat.report.document import short
@@ -29,7 +29,7 @@ NOT_COMPARED = {
     *("seed", "run_dir", "data_dir", "quiet", "keep", "tensorboard", "summary_every", "log_every"),
     *("eval_every", "eval_skipped", "checkpoint_every", "keep_best", "track"),
     # these make the variant
-    *("discipline", "rule", "local_steps", "overlap", *discipline_options()),
+    *("discipline", "rule", "local_steps", "overlap", *CODING_OPTIONS, *discipline_options()),
 }
 MAX_POINTS = 30
 """Of a mean curve."""
@@ -68,6 +68,8 @@ class Run:
     """When it trained, on the clock on the wall; None: it does not say."""
     staleness: dict[int, Counter[int]]
     shares: dict[int, tuple[float, ...]]
+    bytes_per_gradient: tuple[float, float] | None
+    """Up and down; None: an older run does not say."""
     dropped: int
     dropped_by: dict[int, tuple[int, int]]
     """How many of each worker's gradients were, and of how many."""
@@ -120,6 +122,7 @@ def shortened(record: Record) -> Run:
         span_s=span_of(record),
         staleness={rank: record.workers[rank].staleness for rank in record.ranks},
         shares={rank: shares_of(record.workers[rank]) for rank in record.ranks},
+        bytes_per_gradient=_bytes_per_gradient(record),
         dropped=totals.dropped,
         dropped_by={
             rank: (record.workers[rank].dropped, record.workers[rank].gradients)
@@ -131,6 +134,13 @@ def shortened(record: Record) -> Run:
         restarts=len(record.restarts),
         unreadable=record.unreadable,
     )
+
+
+def _bytes_per_gradient(record: Record) -> tuple[float, float] | None:
+    carried = record.carried.carried
+    if not carried["up"] or not record.gradients:
+        return None
+    return carried["up"] / record.gradients, carried["down"] / record.gradients
 
 
 def span_of(record: Record) -> tuple[float, float] | None:

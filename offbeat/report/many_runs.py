@@ -34,7 +34,7 @@ from offbeat.report.groups import (
     sort_runs,
     without,
 )
-from offbeat.report.one_run import counted, histogram, of_all
+from offbeat.report.one_run import counted, histogram, in_bytes, of_all
 from offbeat.report.setup import describe_setups
 from offbeat.report.statistics import Sample, best_of
 from offbeat.report.summary import staleness_summary
@@ -177,7 +177,8 @@ def _results(findings: Findings) -> Section:
     header = ["setting", "discipline", "n", *(f"test {name} (± sd)" for name in metrics)]
     if goal.target is not None:
         header += [f"s to {goal.words}", f"gradients to {goal.words}"]
-    header += ["s of training", "gradients/s", "speed-up", "staleness: mean", "p95", "max"]
+    header += ["s of training", "gradients/s", "speed-up", "bytes a gradient: up", "down"]
+    header += ["staleness: mean", "p95", "max"]
     rows = []
     for group in findings.groups:
         row = [
@@ -192,6 +193,7 @@ def _results(findings: Findings) -> Section:
             _mean_and_range(group.sample(lambda run: run.train_time_s)),
             _mean_and_range(group.rate),
             _mean_and_range(findings.speed_up(group)),
+            *_bytes(group),
         ]
         stale = staleness_summary(sum(group.staleness.values(), Counter()))
         rows.append((*row, *(short(stale[key]) for key in ("mean", "p95", "max"))))
@@ -202,6 +204,13 @@ def _results(findings: Findings) -> Section:
         "same seed."
     )
     return Section("All of them", text, (Table(tuple(header), tuple(rows)),))
+
+
+def _bytes(group: Group) -> tuple[str, str]:
+    """What a gradient is on its way, and what comes back for it."""
+    found = [run.bytes_per_gradient for run in group.runs if run.bytes_per_gradient is not None]
+    up, down = (sum(each) / len(found) for each in zip(*found, strict=True)) if found else (0, 0)
+    return in_bytes(up), in_bytes(down)
 
 
 def _tabled(findings: Findings) -> list[str]:

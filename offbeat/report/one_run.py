@@ -44,6 +44,7 @@ def describe_run(record: Record, reached: tuple[str, str] | None = None) -> Docu
                 _learning(record),
                 _staleness(record),
                 _time(record),
+                _traffic(record),
                 describe_setups("How it was run", [setup_of(record)]),
             )
             if section is not None and (section.tables or section.plots)
@@ -288,6 +289,46 @@ def _time(record: Record) -> Section | None:
         Timeline("some steps in the middle of it", names, tuple(_window(record, workers))),
     )
     return Section("What the workers did", text, (Table(header, rows),), plots)
+
+
+def _traffic(record: Record) -> Section | None:
+    workers = [record.workers[rank] for rank in record.ranks]
+    if not any(worker.carried for worker in workers):
+        return None
+    rows = tuple(
+        (
+            f"worker {rank}",
+            *(
+                cell
+                for way in ("up", "down")
+                for cell in (
+                    in_bytes(worker.carried[way]),
+                    in_bytes(worker.bytes_per_gradient(way)),
+                    short(worker.times_smaller(way)),
+                )
+            ),
+            short(worker.coding_s),
+            short(worker.servers_coding_s),
+        )
+        for rank, worker in zip(record.ranks, workers, strict=True)
+    )
+    ways = (f"{what}{way}" for way in ("up", "down") for what in ("", "a gradient, ", "smaller, "))
+    header = ("", *ways, "coding, s", "at servers, s")
+    text = (
+        "Headers, gradients and parameters as they would travel, or did; of memory that a worker "
+        "shares with a server, what lies in it. Smaller: how many times, beside float32. Coding: "
+        "seconds of a processor."
+    )
+    return Section("What went to servers and back", text, (Table(header, rows),))
+
+
+def in_bytes(count: float | None) -> str:
+    if not count:
+        return "-"
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{short(count / size)} {unit}"
+    return f"{short(count)} bytes"
 
 
 def _stretches(record: Record, workers: list[WorkerRecord]) -> list[Step]:

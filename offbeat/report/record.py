@@ -22,6 +22,7 @@ from offbeat.run.events import read_events
 from offbeat.run.stopping import Judge
 
 PARTS = ("compute_s", "prepare_s", "exchange_s")
+CARRIED = ("up", "down", "whole")
 MIN_TOGETHER = 0.1
 """Of a run's time all workers must have been at work, for a rate of that time."""
 REQUIRED_OPTIONS = ("recipe", "discipline", "workers", "servers", "seed")
@@ -54,6 +55,14 @@ class WorkerRecord:
     """Of the gradients that were to be clipped by it, before they were."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Of its gradients that were applied, over all shards."""
+    carried: Counter[str] = field(default_factory=Counter)
+    """Bytes that its links carried up and down, and what would have gone up as it is (whole)."""
+    coding_s: float = 0.0
+    """Seconds of a processor that codecs took of it."""
+    servers_coding_s: float = 0.0
+    """And of servers, on its behalf."""
+    _last_carried: dict[str, int] = field(default_factory=dict)
+    """With the step before: events tell only what is new."""
     held_s: dict[int, float] = field(default_factory=dict)
     """How long a server kept the gradient of a step before it replied; the slowest one's."""
 
@@ -78,6 +87,18 @@ class WorkerRecord:
         self.rejected += event["outcome"] == "rejected"
         if event.get("norm") is not None:
             self.norms.append(float(event["norm"]))
+        if "up" in event:
+            self._last_carried = {name: int(event[name]) for name in CARRIED}
+        self.carried.update(self._last_carried)
+        self.coding_s += event.get("coding_s", 0.0)
+
+    def bytes_per_gradient(self, way: str) -> float | None:
+        """What went up, or down; None: an older run does not say."""
+        return self.carried[way] / self.gradients if self.carried[way] else None
+
+    def times_smaller(self, way: str) -> float | None:
+        """What float32 would have been, over what it was; parameters are as many as gradients."""
+        return self.carried["whole"] / self.carried[way] if self.carried[way] else None
 
     @property
     def mean_local_steps(self) -> float | None:
@@ -211,6 +232,7 @@ class Record:
     def _add_push(self, event: dict[str, Any]) -> None:
         self.mixed += bool(event["mixed"])
         worker = self.workers[event["worker"]]
+        worker.servers_coding_s += event.get("coding_s", 0.0)
         received_s, replied_s = event["received_s"], event["replied_s"]
         if replied_s is not None:
             held_s, sequence = worker.held_s, event["sequence"]
@@ -281,6 +303,16 @@ class Record:
         for worker in self.workers.values():
             pooled.update(worker.staleness)
         return pooled
+
+    @property
+    def carried(self) -> WorkerRecord:
+        """Of all workers together, what their links carried, and what that took."""
+        total = WorkerRecord()
+        for worker in self.workers.values():
+            total.carried.update(worker.carried)
+            total.coding_s += worker.coding_s
+            total.servers_coding_s += worker.servers_coding_s
+        return total
 
     def clipped(self) -> float | None:
         """The share of gradients whose norm was above --clip-norm; None: none was looked at."""

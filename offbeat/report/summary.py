@@ -68,6 +68,7 @@ def summarise(path: Path) -> dict[str, Any]:
         "not_kept": totals.not_kept,
         "kept": [_kept_row(shard) for shard in record.kept()],
         "restarts": len(record.restarts),
+        **_traffic_row(record.carried),
         "workers": [_worker_row(rank, record.workers[rank]) for rank in record.ranks],
     }
 
@@ -115,4 +116,17 @@ def _worker_row(rank: int, worker: WorkerRecord) -> dict[str, Any]:
     row["local_steps"] = None if mean is None else round(mean, 3)  # with H:auto, from push to push
     for name in PARTS:
         row[name] = round(sum(getattr(worker, name)), 6)
-    return row
+    return row | _traffic_row(worker)
+
+
+def _traffic_row(worker: WorkerRecord) -> dict[str, Any]:
+    """What its links carried; None: an older run does not say."""
+    up, down = worker.times_smaller("up"), worker.times_smaller("down")
+    return {
+        "bytes_up": worker.carried["up"] or None,
+        "bytes_down": worker.carried["down"] or None,
+        "compress_ratio": None if up is None else round(up, 3),
+        "compress_replies_ratio": None if down is None else round(down, 3),
+        "codec_s": round(worker.coding_s, 6),
+        "server_codec_s": round(worker.servers_coding_s, 6),
+    }

@@ -17,7 +17,7 @@ anew, or only the connection broke. Nothing is known here of batches, losses and
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
 from offbeat.roles.calls import RoundPart
+from offbeat.roles.coding import Codecs
 from offbeat.roles.master import RemoteServer
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
@@ -42,6 +43,7 @@ from offbeat.transport.base import (
     keep_trying,
 )
 from offbeat.transport.codec import encoding
+from offbeat.transport.traffic import Traffic
 
 POLL_S = 0.2
 """How often a worker that waits for a reply looks whether the run is being stopped."""
@@ -97,13 +99,15 @@ class Exchange:
         self._connect_timeout_s = connect_timeout_s
         self.rows = [job.layout(shard).rows for shard in range(len(job.slices))]
         """Where sparse tensors lie in each slice, if any do."""
-        self._codecs = [job.make_codec() for _ in job.slices]
-        """What they keep belongs to this worker and a shard, whichever connection there is."""
+        self.codecs = Codecs(job)
+        self.traffic = Traffic()
         self._links: list[WorkerEnd] = []
         self._pushed: list[PushHeader] = []
         """What went to each shard last."""
         self._replies: list[ReplyHeader] = []
         """What came from each shard last: a reply, or what a welcome stands for."""
+        self._reached: list[int] = []
+        """The last step that each shard has."""
         self.batches = 0
         """How many the worker had gone through with the step that `join` returned."""
         self.fastest = 0.0
@@ -150,6 +154,10 @@ class Exchange:
         for shard in range(1, len(self._job.slices)):
             self._links.append(self._join(shard, **first))
         self._replies = [_reply_of(link.welcome) for link in self._links]
+        self._reached = [reply.sequence for reply in self._replies]
+        self.codecs.are_used = any(link.num_coded for link in self._links)
+        if self._job.is_coded and not self.codecs.are_used:
+            self._log.info("nothing is compressed: all servers' memory is shared with this worker")
         done = max(reply.sequence for reply in self._replies)
         self.batches = max(link.welcome.batches for link in self._links)
         if done:
@@ -192,10 +200,13 @@ class Exchange:
         lo, hi = self._job.slices[shard]
         layout = self._job.layout(shard)
         params = self._towers.landing[lo:hi]
-        made = self._keep_trying(
-            lambda: self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params)
-        )
-        link = encoding(made, self._codecs[shard])
+
+        def connect() -> WorkerEnd:
+            made = self._network.connect(shard, hello, layout, CONNECT_TIMEOUT_S, params)
+            return encoding(made, self.codecs.of_shards[shard], self._job.make_reply_codec())
+
+        link = self._keep_trying(connect)
+        self.traffic.joined(link)
         if self._towers.gradient is not None and self._job.lends_gradients:
             link.lend(self._towers.gradient[lo:hi])
         if len(self._job.slices) == 1 and not self._job.config.overlap:
@@ -233,13 +244,14 @@ class Exchange:
         batch: int | None = None,
         void: bool = False,
         speed: float = 0.0,
+        made: Callable[[], None] = lambda: None,
     ) -> None:
         """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one;
         `versions`: of the parameters that it was computed on, which may have been replaced since;
         `batch`: its last one, where steps are not of one each; `speed`: what the first server is
         told of the worker's.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
-        take half of it."""
+        take half of it. `made` is called when everything is encoded, and nothing has left yet."""
         slots = self.gradient_slots
         masked = not all(present)
         if masked:
@@ -264,7 +276,23 @@ class Exchange:
             if rows is not None:
                 num_values, header.num_rows = rows.extent(link.gradient_slot.rows)
                 header.num_bytes = num_values * link.gradient_slot.values.element_size()
+        for shard, (link, header) in enumerate(zip(self._links, self._pushed, strict=True)):
+            self._prepare(shard, link, header)
+        made()
+        for link, header in zip(self._links, self._pushed, strict=True):
             link.push(header)
+            self.traffic.pushed(link, header)
+
+    def _prepare(self, shard: int, link: WorkerEnd, header: PushHeader) -> None:
+        """A gradient that a shard has already, and which is made again for another one, leaves its
+        codec as it is."""
+        codec = self.codecs.of_shards[shard]
+        if codec is None or self._reached[shard] < header.sequence:
+            link.prepare(header)
+            return
+        kept = {name: tensor.clone() for name, tensor in codec.state().items()}
+        link.prepare(header)
+        codec.load(kept)
 
     def await_all(self) -> str:
         """Wait until every shard has answered; returns what became of the gradient as a whole. A
@@ -273,7 +301,8 @@ class Exchange:
         shard that lost a sync round, for the other one to push that round again, and the other one
         at a shard that has it, for the first to push the next."""
         for shard in range(len(self._links)):
-            self._replies[shard] = self._await(shard)
+            self._replies[shard] = reply = self._await(shard)
+            self._reached[shard] = max(self._reached[shard], reply.sequence)
         self.fastest = self._replies[0].fastest or self.fastest
         self._land()
         return _pooled(self._replies)
@@ -294,6 +323,7 @@ class Exchange:
     def _next_reply(self, link: WorkerEnd) -> ReplyHeader:
         while (reply := link.wait_reply(POLL_S)) is None:
             self._check_stop()
+        self.traffic.replied(link, reply)
         if reply.epoch != link.welcome.epoch:
             raise ConnectionClosedError("a reply of another epoch")
         return reply
@@ -334,9 +364,11 @@ class Exchange:
         self._log.warning("server %d: %s; looking for it", shard, reason)
         self._towers.forget()
         former = self._links[shard].welcome
+        self.traffic.left(self._links[shard])
         self._links[shard].close()
         self._links[shard] = self._join(shard, **self._told_elsewhere(shard, former))
         welcome = self._links[shard].welcome
+        self._reached[shard] = welcome.settled_sequence
         self._events.record(
             "rejoin",
             worker=self._rank,
@@ -363,7 +395,15 @@ class Exchange:
     def _push_again(self, shard: int, former: WorkerEnd) -> None:
         """Send over the new connection what went over the former one, with the version that it was
         computed on."""
-        self._links[shard].push_again(self._pushed[shard], former.pushed_slot)
+        link = self._links[shard]
+        link.push_again(self._pushed[shard], former.pushed_slot)
+        self.traffic.pushed(link, self._pushed[shard])
+
+    def go_back(self, tensors: Mapping[str, Tensor], done: int) -> None:
+        """What codecs kept after that step is what they go on with, for the shards that have no
+        later one, and are to get them again."""
+        lacking = [shard for shard, reached in enumerate(self._reached) if reached <= done]
+        self.codecs.restore(tensors, lacking)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -27,6 +27,7 @@ from offbeat.accounts import APPLIED, REJECTED
 from offbeat.errors import ConnectionClosedError
 from offbeat.ledger import PushRecord
 from offbeat.roles.calls import describe_state, state_from
+from offbeat.roles.coding import Codecs
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, POLL_S, Landing
 from offbeat.roles.replica import PeerNetwork, Replica
 from offbeat.rules import Gradient, Sum
@@ -34,6 +35,7 @@ from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.transport.base import Network, Slot
 from offbeat.transport.group import Group
+from offbeat.transport.traffic import Traffic
 
 NUM_SIGNS = 2
 NUM_EACH = 4
@@ -107,6 +109,8 @@ class Peers:
         assert isinstance(network, PeerNetwork), "workers without servers meet somewhere"
         self.versions = [0]
         self.rows = [None]
+        self.codecs = Codecs(job)  # none
+        self.traffic = Traffic()
         self.has_joined = False
         self.is_last = False
         """The worker is to take no further step."""
@@ -190,6 +194,9 @@ class Peers:
         else:
             replica.load(state_from(*self._group.take_over()))
 
+    def go_back(self, tensors: Mapping[str, Tensor], done: int) -> None:
+        """There is nothing that codecs could have kept."""
+
     # -- one round -----------------------------------------------------------------------------
 
     @property
@@ -211,11 +218,14 @@ class Peers:
         batch: int | None = None,
         void: bool = False,
         speed: float = 0.0,
+        made: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to add up everybody's gradient of this step; `present`: which tensors have one;
         `versions`: of what it was computed on.
         `batch`: its last one, where steps are not of one each.
-        `void`: it is unusable, and nothing of it is added. Nobody asks for a `speed` here."""
+        `void`: it is unusable, and nothing of it is added. `made` is called before anything is.
+        Nobody asks for a `speed` here."""
+        made()
         batch = step - 1 if batch is None else batch
         self._record = PushRecord(
             self._rank,
@@ -243,6 +253,7 @@ class Peers:
         self._said.copy_(torch.tensor(said.numbers(self._num_workers, self._num_tensors)))
         if self._num_workers > 1:
             ints = self._slot.ints
+            self.traffic.added_up(self._total.nbytes + ints.nbytes, self._num_workers)
             self._group.begin(self._total, ints if ints.numel() else None)
 
     def _next_fall(self) -> int:

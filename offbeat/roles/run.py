@@ -92,6 +92,7 @@ class ServerRole(Role):
             clock=context.clock,
             worker_timeout_s=job.config.worker_timeout,
             make_codec=job.make_codec,
+            make_reply_codec=job.make_reply_codec,
         )
 
     def run(self) -> None:

@@ -65,6 +65,7 @@ class Server:
         clock: Callable[[], float],
         worker_timeout_s: float = WORKER_TIMEOUT_S,
         make_codec: Callable[[], Codec | None] = lambda: None,
+        make_reply_codec: Callable[[], Codec | None] = lambda: None,
     ) -> None:
         """`agreement`: what whoever comes has to agree with."""
         self.shard = shard
@@ -85,6 +86,7 @@ class Server:
         )
         self._agreement = agreement
         self._make_codec = make_codec
+        self._make_reply_codec = make_reply_codec
         self._events = events
         self._clock = clock
         self._log = log
@@ -143,7 +145,8 @@ class Server:
                     while not self.is_stopping:
                         end.answer_calls(self.answer, POLL_S)
                 else:
-                    end = decoding(end, self._make_codec(), self._log.warning)
+                    codec, replies = self._make_codec(), self._make_reply_codec()
+                    end = decoding(end, codec, self._log.warning, replies)
                     last = dict(hello["last_round"]) if "last_round" in hello else None
                     self.sessions.serve(end, hello["worker"], hello["incarnation"], last)
             end.close(self.reason, over=self.is_stopping and self._ends_run)

@@ -122,6 +122,8 @@ class Session:
         if self.reply is not None:
             self.end.send(self.reply)
             self.record.replied_s = clock()
+            if self.end.num_coded:
+                self.record.coding_s, self.end.coding_s = self.end.coding_s, 0.0
             self.reply = None
             self.awaits_reply = False
 

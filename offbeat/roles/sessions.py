@@ -218,7 +218,7 @@ class Sessions:
             settled,
             self.ledger.epoch,
             self.ledger.is_draining,
-            self.ledger.batches(worker),
+            batches=self.ledger.batches(worker),
         )
 
     def _make_way(self, worker: int) -> bool:

@@ -35,6 +35,7 @@ from offbeat.pace import Pace
 from offbeat.place import at
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
+from offbeat.roles.coding import parted
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, Exchange
 from offbeat.roles.faults import make_faults
 from offbeat.roles.keeping import Keeper
@@ -77,6 +78,8 @@ class _Step:
     """That the worker waited for."""
     waited_s: float = 0.0
     """For the exchange of the step before, in the midst of this one."""
+    traffic: str = ""
+    """What its event says of bytes."""
     pushed_s: float = 0.0
     """From when on it had nothing to do but to wait."""
     num_batches: int = 0
@@ -184,30 +187,44 @@ class Worker:
             self._batches = self._exchange.batches
             self.towers.skip(self._batches)
             self.log.info("going on after batch %d", self._batches)
-        if not self.towers.keeps or (kept := self._keeper.load(done)) is None:
+        is_asked = self.towers.keeps or self._exchange.codecs.may_keep
+        if not is_asked or (kept := self._keeper.load(done)) is None:
             return
         tensors, numbers = kept
+        of_codecs, tensors = parted(tensors)
         cut = numbers.pop(CUT, None)
         if cut != self.job.cut_mark:
             why = "it was kept where the data was shared out in another way"
-        elif not self.towers.restore(tensors, numbers):
+        elif self._exchange.codecs.may_keep and not self._exchange.codecs.restore(of_codecs):
+            why = "it is another codec's"
+        elif self.towers.keeps and not self.towers.restore(tensors, numbers):
             why = "it is of another model, or another optimizer"
         else:
             return
         self.log.warning("what this worker keeps begins anew after step %d: %s", done, why)
 
     def _go_back_to(self, done: int) -> None:
-        """A server has lost what came after that step."""
+        """A server has lost what came after that step, which is to be done again for it."""
         self.step = done + 1
         if self._pace is not None:  # those of another life it was told of when it came
             found = self._pace.batches(done)
             self._batches = self._exchange.batches if found is None else found
+        if self._exchange.codecs.may_keep:
+            kept, _ = self._keeper.load(done) or ({}, {})
+            self._exchange.go_back(parted(kept)[0], done)
+
+    def _made(self) -> None:
+        """The push is made, and nothing of it has left."""
+        self._keep()
+        if self._overlaps:  # what the last exchange brought, before the next one's may come
+            self._take_in()
 
     def _keep(self) -> None:
         """What belongs to the push that is about to be sent. It waits for the disk: what a server
         has must not be newer than what is kept here."""
-        if self.towers.keeps:
+        if self.towers.keeps or self._exchange.codecs.keep:
             tensors, numbers = self.towers.state()
+            tensors |= self._exchange.codecs.state()
             self._keeper.save(self.step, tensors, {**numbers, CUT: self.job.cut_mark})
 
     def _train(self) -> bool:
@@ -266,12 +283,9 @@ class Worker:
         self._check_loss(step, last.batch)
         if is_told or not self._overlaps:
             self._hold_up(step)
-        self._keep()
         computed_s = self._clock()
         step.compute_s = computed_s - step.start_s - step.prepare_s - step.waited_s
         self._note_pace(step, last, computed_s)
-        if self._overlaps:  # what the last exchange brought, before the next one's may come
-            self._take_in()
         self._faults.pushing(slot.values for slot in self._exchange.gradient_slots)
         self._exchange.push(
             self.step,
@@ -280,6 +294,7 @@ class Worker:
             batch=last.number,
             void=not is_usable,
             speed=0.0 if self._pace is None else self._pace.speed,
+            made=self._made,
         )
         self._under_way, step.pushed_s = step, computed_s
         if not is_told:  # prepared while the exchange is under way
@@ -297,6 +312,7 @@ class Worker:
         if not self._overlaps:
             self._take_in()
         step.exchange_s = self._clock() - step.pushed_s
+        step.traffic = self._exchange.traffic.words()
         self._unwritten, self._under_way = step, None
         if not self.towers.is_told:
             self._write_down()
@@ -476,5 +492,6 @@ def _step_line(worker: int, step: _Step) -> str:
         f'{{"kind": "step", "worker": {worker}, "step": {step.number}, "epoch": {step.epoch}, '
         f'"loss": {step.loss!r}, "examples": {step.num_examples}, "outcome": "{step.outcome}", '
         f'"start_s": {step.start_s:.6f}, "compute_s": {step.compute_s:.6f}, '
-        f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}{local}{norm}}}'
+        f'"prepare_s": {step.prepare_s:.6f}, "exchange_s": {step.exchange_s:.6f}'
+        f"{local}{norm}{step.traffic}}}"
     )

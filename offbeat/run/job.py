@@ -72,10 +72,12 @@ from offbeat.shard import (
 from offbeat.streams import in_this_stream
 from offbeat.towers import CPU, Towers, find_devices
 from offbeat.transport.base import Layout, Message
-from offbeat.transport.codec import Codec
+from offbeat.transport.codec import Codec, ErrorFeedback
 
 MAX_MODEL_BYTES = 32_000
 """Of a model's description in a handshake."""
+AT_HOME = ("local", "inproc")
+"""Engines whose workers share memory with the servers."""
 NUM_AHEAD = 2
 """Batches that wait in the queue of --feed batching."""
 
@@ -137,7 +139,9 @@ class Job:
     """The training data of workers here, where each has its own."""
     test: Source | None = None
     codec: Choice[Codec] | None = None
-    """What gradients travel as; None: as they are."""
+    """What gradients travel as over a network; None: as they are."""
+    reply_codec: Choice[Codec] | None = None
+    """And what parameters travel as."""
     num_rates: int = 0
     """Of somebody's own loop: how many numbers its optimizer's options have, which travel with
     every gradient."""
@@ -148,8 +152,42 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        coded = "" if self.codec is None else f" as {self.codec.label}"
+        coded = "".join(f" {name} {label}" for name, label in self._coding.items())
         return self.manifest.fingerprint(repr(self.optimizer) + coded)
+
+    @property
+    def _coding(self) -> Message:
+        """Which codecs there are, and whether they are for shared memory too: in any case, since
+        some of a run's connections may go over a network."""
+        if not self.is_coded:
+            return {}
+        labels = (None if found is None else found.label for found in self._codecs)
+        found = dict(zip(("codec", "reply_codec"), labels, strict=True))
+        return {**found, "compress_always": self.config.compress_always}
+
+    @property
+    def _codecs(self) -> tuple[Choice[Codec] | None, Choice[Codec] | None]:
+        return self.codec, self.reply_codec
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether anything travels as something else over a network."""
+        return self._codecs != (None, None)
+
+    @property
+    def idle_codecs(self) -> str | None:
+        """What is to be said where no link of the run goes over a network."""
+        if not self.is_coded or self.config.compress_always or self.facts.engine not in AT_HOME:
+            return None
+        given = [
+            f"--{name} {choice.label}"
+            for name, choice in zip(("compress", "compress-replies"), self._codecs, strict=True)
+            if choice is not None
+        ]
+        return (
+            f"{' '.join(given)} does nothing here: all workers share memory with the servers, so "
+            f"that nothing has to be sent; --compress-always does it all the same"
+        )
 
     @property
     def agreement(self) -> Message:
@@ -162,7 +200,7 @@ class Job:
             "optimizer": repr(self.optimizer),
             "model": model if len(json.dumps(model)) < MAX_MODEL_BYTES else None,
             "fingerprint": self.fingerprint,
-            **({} if self.codec is None else {"codec": self.codec.label}),
+            **self._coding,
         }
 
     @property
@@ -287,7 +325,8 @@ class Job:
         return shared or CPU
 
     def _shared_gpu(self) -> torch.device | None:
-        if self.facts.engine != "inproc" or self.codec is not None or self.manifest.is_sparse:
+        is_coded = self.is_coded and self.config.compress_always
+        if self.facts.engine != "inproc" or is_coded or self.manifest.is_sparse:
             return None
         return shared_gpu([self.devices(rank) for rank in range(self.config.workers)])
 
@@ -301,9 +340,9 @@ class Job:
         """What travels between a worker and this shard's server; buffers go to shard 0."""
         lo, hi = self.slices[shard]
         first = shard == 0
-        codec = self.make_codec()
+        codec, replies = self.make_codec(), self.make_reply_codec()
         rows = rows_of(self.manifest, lo, hi)
-        if codec is not None and rows is not None:
+        if self.is_coded and rows is not None:
             raise ConfigError("no codec can carry sparse gradients: train with sparse=False")
         return Layout(
             num_elements=hi - lo,
@@ -312,6 +351,8 @@ class Job:
             num_ints=self.manifest.num_ints if first else 0,
             num_rates=self.num_rates,
             coded_bytes=None if codec is None else codec.capacity(hi - lo),
+            coded_reply_bytes=None if replies is None else replies.capacity(hi - lo),
+            codes_always=self.config.compress_always,
             device=self.server_device,
             rows=rows,
         )
@@ -412,7 +453,16 @@ class Job:
 
     def make_codec(self) -> Codec | None:
         """For a link of a worker's, or a session of a server's; None: there is nothing to code."""
-        return None if self.codec is None else self.codec.kind(**self.codec.values)
+        if self.codec is None:
+            return None
+        made = self.codec.kind(**self.codec.values)
+        return ErrorFeedback(made) if made.feeds_back else made
+
+    def make_reply_codec(self) -> Codec | None:
+        """For either end of a connection."""
+        return (
+            None if self.reply_codec is None else self.reply_codec.kind(**self.reply_codec.values)
+        )
 
     def num_steps(self, rank: int) -> int | None:
         """How many gradients worker `rank` will compute, where that is known beforehand."""
@@ -598,6 +648,9 @@ class Job:
             "local_steps": config.local_steps,
             "outer_optimizer": str(self.optimizer) if self.inner else None,
             "overlap": config.overlap,
+            "compress": None if self.codec is None else self.codec.label,
+            "compress_replies": None if self.reply_codec is None else self.reply_codec.label,
+            "compress_always": config.compress_always,
             "lr_scale": config.lr_scale,
             "schedule": schedule_name(self.recipe.schedule),
             "partition": TENSORS if self.facts.whole_tensors else ELEMENTS,
@@ -795,6 +848,8 @@ def disagreement(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         ("num_shards", "the number of servers"),
         ("optimizer", "the optimizer"),
         ("codec", "the codec"),
+        ("reply_codec", "the codec of replies"),
+        ("compress_always", "compress_always"),
     ):
         if theirs.get(key) != ours.get(key):
             return f"{name} is {theirs.get(key)} there, {ours.get(key)} here"

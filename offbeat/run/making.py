@@ -53,6 +53,7 @@ from offbeat.shard import (
     partition_tensors,
 )
 from offbeat.towers import CPU, find_devices
+from offbeat.transport.codecs import gradient_codec, reply_codec
 
 OF_ROUNDS, BESIDE_MOMENTUM = "nesterov:lr=0.7", 0.7
 """What servers have where workers take steps by themselves: for the mean of a round as DiLoCo's
@@ -142,6 +143,7 @@ def make_job(
     job = dataclasses.replace(
         job, facts=_with_num_batches(job, train), of_rank={0: train} if by_rank else {}
     )
+    job.layout(0)  # which not every codec can have
     if config.server_device == "cuda" and job.server_device == CPU:
         raise ConfigError(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
@@ -326,6 +328,8 @@ def _cut(config: TrainConfig, recipe: Recipe, manifest: Manifest, facts: Facts) 
     return Job(
         config=config,
         recipe=recipe,
+        codec=gradient_codec(config.compress),
+        reply_codec=reply_codec(config.compress_replies),
         optimizer=optimizer,
         inner=inner,
         manifest=manifest,

@@ -39,6 +39,8 @@ from offbeat.streams import NO_MARK, Mark, make_mark
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two attempts to reach a server; each pause is twice the one before."""
 
+HEADER_BYTES = 84
+"""Of each push and reply, over a network or in a box (wire.py)."""
 CPU = torch.device("cpu")
 Message = dict[str, Any]
 """Plain JSON values: what is said in a handshake or a call."""
@@ -89,7 +91,8 @@ class ReplyHeader:
     last: bool = False
     """The run is being stopped, and the worker is to take no further step."""
     num_bytes: int = 0
-    """How many bytes the rows are that have changed, with all that is dense; 0: all are sent."""
+    """How many bytes of the slot's values a codec has filled, or the rows that have changed and all
+    that is dense; 0: all are sent."""
     num_rows: int = 0
     """How many numbers of the slot's `rows` say which rows these are."""
     fastest: float = 0.0
@@ -108,6 +111,8 @@ class WelcomeHeader:
     """How often the server was started again."""
     last: bool = False
     """The run is being stopped, and the worker is to take no step."""
+    num_bytes: int = 0
+    """How many bytes of the slot's values a codec has filled; 0: all are sent."""
     batches: int = 0
     """How many of its batches the worker had gone through with that gradient."""
 
@@ -123,8 +128,11 @@ class Layout:
     num_rates: int = 0
     dtype: torch.dtype = torch.float32
     coded_bytes: int | None = None
-    """The most that a codec makes of a gradient; None: it lies in the slot as it is. Parameters
-    always do."""
+    """The most that a codec makes of a gradient; None: it lies in the slot as it is."""
+    coded_reply_bytes: int | None = None
+    """The same of parameters."""
+    codes_always: bool = False
+    """Also in memory that both ends share, where less to write is no gain."""
     device: torch.device = CPU
     """Where slots lie, in a transport between threads."""
     rows: Rows | None = None
@@ -135,12 +143,33 @@ class Layout:
         """The most numbers that say which rows travel."""
         return 0 if self.rows is None else self.rows.capacity
 
+    def carried(self, *, over_network: bool) -> "Layout":
+        """As a transport has it: coded only where fewer bytes are fewer to send."""
+        if over_network or self.codes_always:
+            return self
+        return replace(self, coded_bytes=None, coded_reply_bytes=None)
+
+    @property
+    def num_coded(self) -> int:
+        """How many values there are, where any are coded; 0: none are."""
+        is_coded = self.coded_bytes is not None or self.coded_reply_bytes is not None
+        return self.num_elements if is_coded else 0
+
     @property
     def gradient(self) -> "Layout":
         """Of a gradient slot."""
-        if self.coded_bytes is None:
-            return self
-        return replace(self, num_elements=self.coded_bytes, dtype=torch.uint8, coded_bytes=None)
+        return self._of(self.coded_bytes)
+
+    @property
+    def reply(self) -> "Layout":
+        """Of a reply slot."""
+        return self._of(self.coded_reply_bytes)
+
+    def _of(self, num_bytes: int | None) -> "Layout":
+        plain = replace(self, coded_bytes=None, coded_reply_bytes=None)
+        if num_bytes is None:
+            return plain
+        return replace(plain, num_elements=num_bytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +211,13 @@ class Slot:
             num_values = header.num_bytes // self.values.element_size()
             rows = self.rows[: header.num_rows]
             return replace(self, values=self.values[:num_values], rows=rows)
+        return self.coded(header.num_bytes)
+
+    def coded(self, num_bytes: int) -> "Slot":
+        """Where a codec fills it: with no more of it than it has filled."""
         if self.values.dtype != torch.uint8:
             return self
-        return replace(self, values=self.values[: min(header.num_bytes, self.values.numel())])
+        return replace(self, values=self.values[: min(num_bytes, self.values.numel())])
 
     @property
     def without_rows(self) -> "Slot":
@@ -209,6 +242,11 @@ class WorkerEnd(ABC):
     reply_slot: Slot
     """Written by the server between `push` and the return of `wait_reply`, the worker's
     otherwise."""
+    num_coded: int = 0
+    """How many values there are, where what lies in slots is a codec's to make and to read
+    (codec.py); 0: they are there as they are."""
+    coding_s: float = 0.0
+    """Seconds of a processor that codecs took so far."""
 
     @property
     @abstractmethod
@@ -226,6 +264,15 @@ class WorkerEnd(ABC):
     def pushed_slot(self) -> Slot:
         """The payload of the last push as it travels; to be read when the connection has broken, in
         order to push it again over another one."""
+
+    @property
+    def replied_slot(self) -> Slot:
+        """What came last, as it came."""
+        return self.reply_slot
+
+    def prepare(self, header: PushHeader) -> None:  # noqa: B027 - most links have nothing to make
+        """Make of the gradient slot's payload what `push` is to send, with the same header, where
+        something else is to travel. Nothing leaves yet; a push that was not prepared is so then."""
 
     @abstractmethod
     def push(self, header: PushHeader) -> None:
@@ -273,6 +320,10 @@ class ServerEnd(ABC):
     """How many messages of the worker have come, beats included; who waits counts the time."""
     finished_at: int | None
     """The sequence of the worker's last push, once it has said that its work is done."""
+    num_coded: int = 0
+    """As a worker's end has it; known from the hello on."""
+    coding_s: float = 0.0
+    """Seconds of a processor that codecs took, since somebody last looked and began anew."""
 
     @abstractmethod
     def read_hello(self, timeout_s: float) -> Message:

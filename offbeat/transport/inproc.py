@@ -46,10 +46,13 @@ class _Channel:
         self.attendant: Attendant | None = None
         self.worker_left = False
         self.server_left = False
+        self.num_coded = 0
         if layout is not None:
+            layout = layout.carried(over_network=False)
+            self.num_coded = layout.num_coded
             self.gradients = (Slot.allocate(layout.gradient), Slot.allocate(layout.gradient))
-            reply = Slot.allocate(layout)
-            if params is not None:
+            reply = Slot.allocate(layout.reply)
+            if params is not None and layout.coded_reply_bytes is None:
                 reply = replace(reply, values=params)
             self.reply = reply
             reply.mark.set()  # what the worker's thread has told the device to be there
@@ -59,6 +62,7 @@ class InprocWorkerEnd(WorkerEnd):
     def __init__(self, channel: _Channel, welcome: WelcomeHeader) -> None:
         self.welcome = welcome
         self.reply_slot = channel.reply
+        self.num_coded = channel.num_coded
         self._channel = channel
         self._num_pushed = 0
 
@@ -123,6 +127,7 @@ class InprocWorkerEnd(WorkerEnd):
 class InprocServerEnd(ServerEnd):
     def __init__(self, channel: _Channel, hello: Message) -> None:
         self.finished_at: int | None = None
+        self.num_coded = channel.num_coded
         self._hello = hello
         self._channel = channel
 

@@ -95,18 +95,21 @@ def connect(
             frame = _receive_answer(connection, timeout_s)
         try:
             expect(connection, frame, WELCOME)
+            layout = layout.carried(over_network=descriptor is None)
             slots = _Slots(layout) if descriptor is None else _Slots.shared(layout, descriptor)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+        welcome = frame.welcome()
         if descriptor is None:
-            _read_payload(connection, frame, slots.reply.without_rows)
+            came = slots.reply.without_rows.coded(welcome.num_bytes)
+            _read_payload(connection, frame, came)
     except (ConnectionClosedError, ValueError) as error:
         connection.close()
         raise (
             error if isinstance(error, ConnectionClosedError) else ConnectionClosedError(str(error))
         ) from error
-    return SocketWorkerEnd(connection, frame.welcome(), slots, inline=descriptor is None)
+    return SocketWorkerEnd(connection, welcome, slots, inline=descriptor is None)
 
 
 def connect_for_calls(
@@ -134,6 +137,7 @@ class SocketWorkerEnd(WorkerEnd):
     ) -> None:
         self.welcome = welcome
         self.reply_slot = slots.reply
+        self.num_coded = slots.num_coded
         self._connection = connection
         self._slots = slots
         self._inline = inline
@@ -169,7 +173,8 @@ class SocketWorkerEnd(WorkerEnd):
         if self._inline and self._slots.rows is not None and header.num_rows:
             self._read_news(frame, header, self._slots.rows)
         elif self._inline:
-            _read_payload(self._connection, frame, self.reply_slot.without_rows)
+            came = self.reply_slot.without_rows.coded(header.num_bytes)
+            _read_payload(self._connection, frame, came)
         return header
 
     def _read_news(self, frame: Frame, header: ReplyHeader, rows: Rows) -> None:
@@ -227,6 +232,10 @@ class SocketServerEnd(ServerEnd):
         left_s = max(0.0, deadline_s - time.monotonic())
         return self._connection.read_json(frame.length, MAX_HELLO_BYTES, within_s=left_s)
 
+    @property
+    def num_coded(self) -> int:  # type: ignore[override]
+        return self.layout.carried(over_network=self._inline).num_coded
+
     def release(self) -> socket.socket:
         """The bare line to whoever said hello; this end is none any more."""
         return self._connection.release()
@@ -239,7 +248,8 @@ class SocketServerEnd(ServerEnd):
         slots = self._memory()
         with contextlib.suppress(ConnectionClosedError):  # receive raises it again
             if self._descriptor is None:
-                _send_payload(self._connection, pack_welcome, header, slots.reply.without_rows)
+                slot = slots.reply.without_rows.coded(header.num_bytes)
+                _send_payload(self._connection, pack_welcome, header, slot)
             else:
                 self._connection.send(pack_welcome(header), descriptors=[self._descriptor])
         if self._descriptor is not None:  # the mapping is enough from now on
@@ -300,7 +310,7 @@ class SocketServerEnd(ServerEnd):
         """What of the reply slot travels."""
         slots = self._memory()
         if slots.rows is None or not header.num_rows:
-            return slots.reply.without_rows
+            return slots.reply.without_rows.coded(header.num_bytes)
         said = slots.reply.rows[: header.num_rows]
         ids = slots.rows.read(said, header.num_bytes // slots.reply.values.element_size())
         return replace(slots.reply, values=slots.rows.pack(slots.reply.values, ids), rows=said)
@@ -325,11 +335,12 @@ class SocketServerEnd(ServerEnd):
 
     def _memory(self) -> "_Slots":
         if self._slots is None:
+            layout = self.layout.carried(over_network=self._inline)
             if self._inline:
-                self._slots = _Slots(self.layout)
+                self._slots = _Slots(layout)
             else:
-                self._descriptor = make_memory(_Slots.num_bytes(self.layout))
-                self._slots = _Slots.shared(self.layout, self._descriptor)
+                self._descriptor = make_memory(_Slots.num_bytes(layout))
+                self._slots = _Slots.shared(layout, self._descriptor)
                 self._pushes, self._replies = self._slots.pushes, self._slots.replies
         return self._slots
 
@@ -501,9 +512,10 @@ class _Slots:
 
     def __init__(self, layout: Layout, buffer: mmap.mmap | None = None) -> None:
         self.rows = layout.rows
+        self.num_coded = layout.num_coded
         start = 0
         made = []
-        for part in (layout.gradient, layout.gradient, layout):
+        for part in (layout.gradient, layout.gradient, layout.reply):
             made.append(Slot.allocate(part) if buffer is None else _slot_in(part, buffer, start))
             start += _slot_bytes(part)
         self.gradients = made[:2]
@@ -521,7 +533,7 @@ class _Slots:
 
     @staticmethod
     def num_bytes(layout: Layout) -> int:
-        return 2 * _slot_bytes(layout.gradient) + _slot_bytes(layout) + 2 * _BOX_BYTES
+        return 2 * _slot_bytes(layout.gradient) + _slot_bytes(layout.reply) + 2 * _BOX_BYTES
 
 
 def _slot_bytes(layout: Layout) -> int:

@@ -22,7 +22,13 @@ from offbeat.accounts import OUTCOMES
 from offbeat.aliases import DTYPES
 from offbeat.errors import ConnectionClosedError
 from offbeat.flat import PROTOCOL
-from offbeat.transport.base import Message, PushHeader, ReplyHeader, WelcomeHeader
+from offbeat.transport.base import (
+    HEADER_BYTES,
+    Message,
+    PushHeader,
+    ReplyHeader,
+    WelcomeHeader,
+)
 
 MAGIC = b"OFFB"
 FORMAT = struct.Struct("<4sHBBB3xIIIIQQQQQQd")
@@ -31,7 +37,9 @@ sequence, batch (in a welcome: how many), base version, reply version + 1, the s
 a speed, the worker's or that of the fastest: 84 bytes. Zero is what a type of frame has nothing to
 say of. Where not all values are sent, the last one says in pushes and
 replies how many bytes of them are; how many numbers tell rows stands in a push in the place of the
-reply version, and in a reply in that of the batch."""
+reply version, and in a reply in that of the batch. A welcome's bytes stand in the place of the base
+version."""
+assert FORMAT.size == HEADER_BYTES
 
 HELLO, WELCOME, REFUSE, PUSH, REPLY, BEAT, GOODBYE, CALL, ANSWER, CHALLENGE, PROOF = range(1, 12)
 FINISH = 12
@@ -116,8 +124,9 @@ class Frame:
         return ReplyHeader(sequence, version - 1, status, epoch, last, size, rows, fastest)
 
     def welcome(self) -> WelcomeHeader:
-        _, _, _, _, flags, _, _, _, epoch, _, _, batches, _, version, settled, _ = self._fields
-        return WelcomeHeader(version - 1, settled, epoch, flags & _LAST != 0, batches)
+        (_, _, _, _, flags, _, _, _, epoch) = self._fields[:9]
+        (_, _, batches, size, version, settled, _) = self._fields[9:]
+        return WelcomeHeader(version - 1, settled, epoch, flags & _LAST != 0, size, batches)
 
 
 def pack(kind: int, *, length: int = 0, sequence: int = 0, flag: bool = False) -> bytes:
@@ -160,7 +169,7 @@ def pack_reply(header: ReplyHeader, length: int = 0) -> bytes:
 def pack_welcome(header: WelcomeHeader, length: int = 0) -> bytes:
     flags = _LAST if header.last else 0
     settled, version, epoch = header.settled_sequence, header.version + 1, header.epoch
-    said = (length, 0, header.batches, 0, version, settled, 0.0)
+    said = (length, 0, header.batches, header.num_bytes, version, settled, 0.0)
     return FORMAT.pack(MAGIC, PROTOCOL, WELCOME, 0, flags, 0, 0, 0, epoch, *said)
 
 

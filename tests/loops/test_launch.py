@@ -269,6 +269,25 @@ def test_a_worker_that_dies_goes_on_where_it_was(
     assert "begins with epoch 3 [3.0, 3.0]" in shown
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scripts_gradients_travel_as_a_codec_has_them(
+    rank: int, tmp_path: Path, forks: ForkServer | None
+) -> None:
+    """Its rates as they are; and what was left out is there in its next life."""
+    coding = {"compress": "int8", "compress_replies": "bf16", "compress_always": True}
+    kills = f"{rank}@35"
+    result = run(
+        tmp_path, IN_EPOCHS, workers=2, servers=2, kill_worker=kills, forks=forks, **coding
+    )
+    assert result.summary["restarts"] == 1 and result.summary["compress_ratio"] > 1
+    for shard in result.summary["kept"]:
+        assert shard["applied"] == shard["gradients"] == 120
+    states = sorted((tmp_path / "run" / "states" / f"worker-{rank}").glob("kept-*.safetensors"))
+    assert states[-1].name == "kept-00000060.safetensors"
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+    assert "going on after step 34" in logs and "begins anew" not in logs
+
+
 def test_a_script_that_keeps_nothing_goes_through_its_loop_again(
     tmp_path: Path, forks: ForkServer | None
 ) -> None:

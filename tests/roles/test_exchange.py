@@ -57,8 +57,9 @@ class ScriptedLink(WorkerEnd):
         self.is_closed = False
 
     def open(self, layout: Layout) -> None:
+        self.num_coded = layout.num_coded
         self._slots = [Slot.allocate(layout.gradient) for _ in range(2)]
-        self.reply_slot = Slot.allocate(layout)
+        self.reply_slot = Slot.allocate(layout.reply)
         self.reply_slot.values.fill_(self.value)
 
     @property

@@ -10,8 +10,12 @@ from offbeat.transport.base import Layout
 from offbeat.transport.codec import Codec
 
 
-def coded(layout: Layout, codec: Codec) -> Layout:
-    return dataclasses.replace(layout, coded_bytes=codec.capacity(layout.num_elements))
+def coded(layout: Layout, codec: Codec | None, replies: Codec | None = None) -> Layout:
+    """With room for what these make, in shared memory too."""
+    sizes = [each and each.capacity(layout.num_elements) for each in (codec, replies)]
+    return dataclasses.replace(
+        layout, coded_bytes=sizes[0], coded_reply_bytes=sizes[1], codes_always=True
+    )
 
 
 class Halves(Codec):

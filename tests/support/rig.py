@@ -150,10 +150,12 @@ class Rig:
         server_options: dict[str, Any] | None = None,
         ledger_options: dict[str, Any] | None = None,
         make_codec: Callable[[], Codec | None] = lambda: None,
+        make_reply_codec: Callable[[], Codec | None] = lambda: None,
         manifest: Manifest | None = None,
         **shard_options: Any,
     ) -> None:
         self.make_codec = make_codec
+        self.make_reply_codec = make_reply_codec
         self.hands: list[Hand] = []
         self.manifest = manifest or manifest_of(sizes)
         optimizer = shard_options.pop("optimizer", SGD(lr=1.0))
@@ -166,8 +168,8 @@ class Rig:
             rows=self.rows,
             **shard_options,
         )
-        codec, plain = make_codec(), Layout(total, len(self.manifest.tensors), rows=self.rows)
-        self.layout = plain if codec is None else coded(plain, codec)
+        plain = Layout(total, len(self.manifest.tensors), rows=self.rows)
+        self.layout = coded(plain, make_codec(), make_reply_codec())
         self.listener = open_listener(transport, self.layout)
         self.log = logging.Logger("test")
         self.log.addHandler(logging.NullHandler())
@@ -183,6 +185,7 @@ class Rig:
             log=self.log,
             clock=clock,
             make_codec=make_codec,
+            make_reply_codec=make_reply_codec,
             **{"agreement": {"fingerprint": "same"}, **(server_options or {})},
         )
         self.server.start()
@@ -193,7 +196,8 @@ class Rig:
         self, worker: int, fingerprint: str = "same", incarnation: int = 0, **more: Any
     ) -> Hand:
         hello = {"worker": worker, "incarnation": incarnation, "fingerprint": fingerprint, **more}
-        link = encoding(knock(self.listener, hello, self.layout), self.make_codec())
+        knocked = knock(self.listener, hello, self.layout)
+        link = encoding(knocked, self.make_codec(), self.make_reply_codec())
         self.hands.append(Hand(link, worker, incarnation))
         return self.hands[-1]
 

@@ -182,7 +182,9 @@ def test_sides_that_mean_other_codecs_are_told_so(
 
 def train(codec: Choice[Codec] | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     def make(*args: Any, **more: Any) -> Any:
-        return dataclasses.replace(make_job(*args, **more), codec=codec)
+        job = make_job(*args, **more)
+        config = dataclasses.replace(job.config, compress_always=True)
+        return dataclasses.replace(job, config=config, codec=codec)
 
     monkeypatch.setattr(api, "make_job", make)
     recipe = options.pop("recipe", None) or toy_recipe()

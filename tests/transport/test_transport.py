@@ -1,6 +1,7 @@
 """One suite that every transport passes; offbeat/transport/base.py is the contract it checks."""
 
 import contextlib
+import dataclasses
 import os
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from offbeat.transport.base import (
     WorkerEnd,
 )
 from offbeat.transport.codec import Codec, decoding, encoding
+from offbeat.transport.codecs import Bf16, Delta, TopK
 from offbeat.transport.inproc import InprocListener
 from offbeat.transport.sockets import (
     SocketListener,
@@ -49,23 +52,42 @@ T = 10.0
 Connect = Callable[[], WorkerEnd]
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "coded"])
-def codec(request: pytest.FixtureRequest) -> Codec | None:
-    """One with room for every value, so that nothing is lost."""
-    return Largest(most=LAYOUT.num_elements) if request.param else None
+CODINGS: dict[str, tuple[Callable[[], Codec] | None, Callable[[], Codec] | None]] = {
+    "plain": (None, None),
+    "coded": (lambda: Largest(most=LAYOUT.num_elements), None),
+    "topk, delta": (lambda: TopK(share=1.0), Delta),
+    "bf16, bf16": (Bf16, Bf16),
+    "delta": (None, Delta),
+}
+"""Of gradients and replies; none of them loses anything of the small numbers here."""
+
+
+@pytest.fixture(params=CODINGS)
+def coding(
+    request: pytest.FixtureRequest,
+) -> tuple[Callable[[], Codec | None], Callable[[], Codec | None]]:
+    of_gradients, of_replies = CODINGS[request.param]
+    return of_gradients or (lambda: None), of_replies or (lambda: None)
+
+
+@pytest.fixture
+def codec(coding: tuple[Callable[[], Codec | None], Any]) -> Codec | None:
+    return coding[0]()
 
 
 @pytest.fixture(params=[*TRANSPORTS, *SECURED])
 def transport(
-    request: pytest.FixtureRequest, codec: Codec | None
+    request: pytest.FixtureRequest,
+    coding: tuple[Callable[[], Codec | None], Callable[[], Codec | None]],
 ) -> Iterator[tuple[Listener, Connect]]:
     """A listener and a way to connect to it; whatever a test leaves open is closed for it."""
-    layout = LAYOUT if codec is None else coded(LAYOUT, codec)
+    make, make_replies = coding
+    layout = coded(LAYOUT, make(), make_replies())
     listener = open_listener(request.param, layout)
     opened: list[WorkerEnd | ServerEnd] = []
 
     def connect() -> WorkerEnd:
-        end = encoding(knock(listener, HELLO, layout), codec)
+        end = encoding(knock(listener, HELLO, layout), make(), make_replies())
         opened.append(end)
         return end
 
@@ -74,7 +96,7 @@ def transport(
     def remembering(timeout_s: float) -> ServerEnd | None:
         end = accept(timeout_s)
         if end is not None:
-            end = decoding(end, codec, pytest.fail)
+            end = decoding(end, make(), pytest.fail, make_replies())
             opened.append(end)
         return end
 
@@ -108,7 +130,7 @@ def test_the_welcome_brings_the_hello_up_and_parameters_down(
     transport: tuple[Listener, Connect],
 ) -> None:
     worker, _ = connected(transport)
-    assert worker.welcome == WELCOME
+    assert dataclasses.replace(worker.welcome, num_bytes=0) == WELCOME
     assert worker.reply_slot.values.tolist() == [1, 2, 3, 4, 5]
 
 
@@ -144,7 +166,8 @@ def test_a_reply_brings_parameters_and_buffers(transport: tuple[Listener, Connec
     server.reply_slot.ints.fill_(-3)
     header = ReplyHeader(1, version=41, status=REJECTED, epoch=2, fastest=1 / 3)
     server.send(header)
-    assert worker.wait_reply(T) == header
+    came = worker.wait_reply(T)
+    assert came is not None and dataclasses.replace(came, num_bytes=0) == header
     assert worker.reply_slot.values.tolist() == [8] * 5
     assert worker.reply_slot.floats.tolist() == [0.5] * 3
     assert worker.reply_slot.ints.tolist() == [-3]
@@ -362,12 +385,12 @@ def test_a_thousand_exchanges_bring_what_was_sent(transport: tuple[Listener, Con
     thread = threading.Thread(target=serve)
     thread.start()
     for number in range(1, 1001):
-        worker.gradient_slot.values.fill_(number)
+        worker.gradient_slot.values.fill_(number % 50)
         worker.push(push(number))
         while (reply := worker.wait_reply(T)) is None:
             pass
         assert (reply.sequence, reply.version) == (number, number)
-        assert worker.reply_slot.values.tolist() == [5 * number] * 5
+        assert worker.reply_slot.values.tolist() == [5 * (number % 50)] * 5
     thread.join()
 
 
