@@ -8,6 +8,8 @@
 PYTHON ?= python3
 # so many of the ordinary tests at a time
 JOBS ?= 2
+# how long those on Ray may take
+RAY_LIMIT ?= 20m
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -33,7 +35,7 @@ $(LIBRARIES): $(READY)
 	@touch $@
 
 $(RAY): $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray,kuberay]'
 	@touch $@
 
 # They ask for versions that constraints.txt does not have.
@@ -55,9 +57,10 @@ test-all: test test-trackers $(LIBRARIES)
 test-trackers: $(TRACKERS_READY)
 	$(TRACKERS)/bin/pytest tests/run/test_trackers.py
 
-# One cluster after the other: each is three nodes' worth of processes.
+# One cluster after the other: each is three nodes' worth of processes. Ray waits for ever for some
+# things; this does not.
 test-ray: $(RAY)
-	$(BIN)/pytest -m ray $(ARGS)
+	timeout --kill-after=30s $(RAY_LIMIT) $(BIN)/pytest -m ray $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import struct
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from processes import RECIPE_FILE
+from processes import RECIPE_FILE, free_ports
 
 from offbeat.cli import main
 
@@ -326,12 +325,6 @@ class Started:
 def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
     with contextlib.closing(Started(tmp_path, request.param)) as made:
         yield made
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in made]
 
 
 @pytest.mark.slow

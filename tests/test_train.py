@@ -879,6 +879,9 @@ RESOLVED: dict[str, Any] = {
     "local_steps": None,
     "outer_optimizer": None,
     "overlap": False,
+    "compress": None,
+    "compress_always": False,
+    "compress_replies": None,
     "optimizer": "SGD(lr=0.1)",
     "lr": 0.1,
     "lr_scale": "none",
@@ -1093,7 +1096,7 @@ def test_a_non_finite_gradient_is_refused_whole_and_counted(
             outcomes = {
                 p["outcome"] for p in pushes if (p["worker"], p["sequence"]) == (worker, sequence)
             }
-            assert len(outcomes) == 1 or outcomes == {"applied", "dropped"}, "all shards or none"
+            assert not {"applied", "rejected"} <= outcomes, "no slice takes its part"
             assert len(outcomes) == 1 or discipline in DROPPING
     assert all(bool(v.isfinite().all()) for v in result.state_dict().values())
 

@@ -9,7 +9,7 @@
 'worker 0 needs a node with 3 CPUs, and none has so much left: the largest has 2 CPUs'
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -22,25 +22,36 @@ class Ask:
 
     who: str
     resources: Mapping[str, float]
+    needs_folder: bool = False
+    """Only a node that sees the run's folder will do."""
 
 
-def find_lack(asks: Sequence[Ask], nodes: Sequence[Mapping[str, float]]) -> str:
-    """What is missing, in words; nothing: all fit, the largest placed first, each onto the node
-    that has the most left."""
+def find_lack(
+    asks: Sequence[Ask],
+    nodes: Sequence[Mapping[str, float]],
+    homes: Collection[int] | None = None,
+) -> str:
+    """What is missing, in words; nothing: all fit, those that need the folder first, then the
+    largest, each onto the node that has the most left. `homes`: which of the nodes see the run's
+    folder, if not all do."""
     for name in KNOWN:
         asked = sum(ask.resources.get(name, 0.0) for ask in asks)
         there = sum(node.get(name, 0.0) for node in nodes)
         if asked > there:
             return f"the run needs {_count(name, asked)}, and it has {_number(name, there)}"
     left = [{name: node.get(name, 0.0) for name in KNOWN} for node in nodes]
-    for ask in sorted(asks, key=lambda ask: _size(ask.resources), reverse=True):
-        fitting = [n for n in left if all(n[k] >= v for k, v in ask.resources.items())]
+    seeing = left if homes is None else [left[index] for index in homes]
+    bound = [ask for ask in asks if ask.needs_folder and homes is not None]
+    for ask in (*_largest_first(bound), *_largest_first(a for a in asks if a not in bound)):
+        could = seeing if ask in bound else left
+        fitting = [n for n in could if all(n[k] >= v for k, v in ask.resources.items())]
         if not fitting:
-            largest = max(left, key=_size)
+            largest = max(could, key=_size, default=dict.fromkeys(KNOWN, 0.0))
             most = {name: largest[name] for name in ask.resources}
+            kind = " that sees the run's folder" if ask in bound else ""
             return (
-                f"{ask.who} needs a node with {in_words(ask.resources)}, and none has so much "
-                f"left: the largest has {in_words(most) or 'nothing'}"
+                f"{ask.who} needs a node{kind} with {in_words(ask.resources)}, and none has so "
+                f"much left: the largest has {in_words(most) or 'nothing'}"
             )
         chosen = max(fitting, key=_size)
         for name, count in ask.resources.items():
@@ -48,14 +59,22 @@ def find_lack(asks: Sequence[Ask], nodes: Sequence[Mapping[str, float]]) -> str:
     return ""
 
 
-def most_at_once(asked: Sequence[Sequence[Ask]], nodes: Sequence[Mapping[str, float]]) -> int:
+def most_at_once(
+    asked: Sequence[Sequence[Ask]],
+    nodes: Sequence[Mapping[str, float]],
+    homes: Collection[int] | None = None,
+) -> int:
     """How many runs fit side by side, whichever of them: as many of the largest as there is room
     for."""
     largest = max(asked, key=lambda asks: [_sum(asks, name) for name in ("GPU", "CPU", "memory")])
     most = 0
-    while most < len(asked) and not find_lack([*largest] * (most + 1), nodes):
+    while most < len(asked) and not find_lack([*largest] * (most + 1), nodes, homes):
         most += 1
     return most
+
+
+def _largest_first(asks: Iterable[Ask]) -> list[Ask]:
+    return sorted(asks, key=lambda ask: _size(ask.resources), reverse=True)
 
 
 def _sum(asks: Sequence[Ask], name: str) -> float:

@@ -7,11 +7,13 @@ Called by the api and the engine `ray`; an actor (actor.py) needs no more than R
 """
 
 import contextlib
+import hashlib
 import importlib
 import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from offbeat.cluster.fitting import Ask, find_lack, in_words
@@ -22,6 +24,8 @@ AUTO, LOCAL = "auto", "local"
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 NODE_LABEL = "ray.io/node-id"
 INSTALL = "pip install 'offbeat[ray]'"
+LOOK_TIMEOUT_S = 30.0
+"""How long a node may take to say whether it sees a file."""
 
 
 def find_ray() -> Any:
@@ -52,6 +56,38 @@ class RayCluster:
         found: Mapping[str, float] = self.ray.available_resources()
         return found
 
+    def free_of_each(self) -> dict[str, Mapping[str, float]]:
+        """What nobody uses, by node."""
+        state = importlib.import_module("ray._private.state")
+        found: dict[str, Mapping[str, float]] = state.available_resources_per_node()
+        return {node: free for node, free in found.items() if node in self.nodes()}
+
+    def who_see(self, file: Path) -> list[str]:
+        """The nodes, this one first, where the same thing lies at this path."""
+        others = [node for node in self.nodes() if node != self.node]
+        affinity = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        look, digest = self.ray.remote(_sees), _digest(file)
+        waits = {
+            look.options(
+                num_cpus=0, max_retries=0, scheduling_strategy=affinity(node, soft=False)
+            ).remote(str(file.absolute()), digest): node
+            for node in others
+        }
+        done, late = (
+            self.ray.wait(list(waits), num_returns=len(waits) or 1, timeout=LOOK_TIMEOUT_S)
+            if waits
+            else ([], [])
+        )
+        for wait in late:
+            self.ray.cancel(wait, force=True)
+        return [self.node, *(waits[wait] for wait in done if self._says_yes(wait))]
+
+    def _says_yes(self, wait: Any) -> bool:
+        try:
+            return bool(self.ray.get(wait))
+        except self.ray.exceptions.RayError:
+            return False  # the node has gone
+
     def has_room_here(self, resources: Mapping[str, float]) -> bool:
         """Whether this process's own node has so much at all."""
         mine = self.nodes().get(self.node, {})
@@ -61,6 +97,17 @@ class RayCluster:
         """A ConfigError says what is missing for all of this."""
         if lack := find_lack(asks, list(self.nodes().values())):
             raise ConfigError(f"the Ray cluster is too small: {lack}")
+
+
+def _digest(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _sees(file: str, digest: str | None) -> bool:
+    return _digest(Path(file)) == digest
 
 
 @contextlib.contextmanager

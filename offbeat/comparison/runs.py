@@ -214,7 +214,9 @@ class _Comparing:
             return
         asked = [asks_of(self.configs[cell]) for cell in todo]
         with joined(self.configs[todo[0]].ray_address, max(asked, key=len)) as cluster:
-            most = most_at_once(asked, list(cluster.nodes().values()))
+            nodes, seeing = cluster.nodes(), cluster.who_see(grid_file(self.out))
+            homes = [index for index, node in enumerate(nodes) if node in seeing]
+            most = most_at_once(asked, list(nodes.values()), homes)
             if most > 1:
                 overview.notice(f"up to {most} runs side by side: times are not comparable then")
             pool = ThreadPoolExecutor(max_workers=max(1, most), thread_name_prefix="cell")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.cluster.actor import FILE_NAME, STREAMS, Order, RoleActor
-from offbeat.cluster.fitting import GIB, Ask, in_words
+from offbeat.cluster.fitting import GIB, Ask, find_lack, in_words
 from offbeat.cluster.rays import NODE_LABEL, RayCluster, joined
 from offbeat.config import TrainConfig
 from offbeat.data.shared import map_all, share
@@ -47,6 +47,8 @@ PATIENCE_S = 10.0
 """After so long a person is told what is waited for."""
 ROOM_TIMEOUT_S = 600.0
 """How long the cluster may take to have room: for all, and for one that is to come back."""
+HOME_TIMEOUT_S = 2.0
+"""How long the master's place is to be on this process's own node, if there is room elsewhere."""
 ASK_EVERY_S = 0.5
 """How often it is looked whether there is room for more workers."""
 WITH_NODE = "died with its node"
@@ -63,7 +65,11 @@ def asks_of(config: TrainConfig) -> list[Ask]:
     num_servers = config.servers if config.chosen.kind.served else 0
     servers = [(f"server {index}", server) for index in range(num_servers)]
     return [
-        Ask(who=who, resources={name: count for name, count in needs.items() if count})
+        Ask(
+            who=who,
+            resources={name: count for name, count in needs.items() if count},
+            needs_folder=who == "the master",
+        )
         for who, needs in (*workers, *servers)
     ]
 
@@ -136,7 +142,11 @@ class RayEngine(SupervisedEngine):
         self._calls.start()
         self._data = self._put_data()
         self._room = _Room(self._cluster, self.job.config, self._supervisor.members)
+        if not self._room.take_home():
+            self._look_elsewhere()
         while not self._room.is_ready():
+            if self._room.would_fit_elsewhere():
+                self._look_elsewhere()
             lacks = f"wanted {self._room.in_words}, free {in_words(self._cluster.free())}"
             if self._patience.is_over("room", f"waiting for room on the Ray cluster: {lacks}"):
                 raise RoleError(f"the Ray cluster had no room for the run: {lacks}")
@@ -144,6 +154,12 @@ class RayEngine(SupervisedEngine):
         most = self.job.config.most_workers or self.job.config.workers
         for _ in range(most - self.job.config.workers):
             self._more.append(self._room.ask_for_another())
+
+    def _look_elsewhere(self) -> None:
+        """Have the master on any node that sees the run's folder."""
+        assert self._room is not None
+        self._write_cluster()  # which is what they look for: it has a key of the run's own
+        self._room.take_any(self._cluster.who_see(self.folder.cluster))
 
     def _put_data(self) -> Any:
         """Into the cluster's memory, once for each node; None where it is no tensors."""
@@ -407,28 +423,64 @@ class _Room:
 
     def __init__(self, cluster: RayCluster, config: TrainConfig, members: Sequence[Member]) -> None:
         self._cluster = cluster
-        asked = {ask.who: dict(ask.resources) for ask in asks_of(config)}
+        self._asks = asks_of(config)
+        asked = {ask.who: dict(ask.resources) for ask in self._asks}
         self._needs = {m: asked[m.who] for m in members if m.who in asked}
         self.in_words = in_words(_sum(self._needs.values()))
-        master = next(m for m in members if m.role == "master")
-        self._is_here = cluster.has_room_here(self._needs[master])
-        group = cluster.ray.util.placement_group
-        here = {NODE_LABEL: cluster.node} if self._is_here else {}
-        found = group(
+        (self._master,) = (m for m in self._needs if m.role == "master")
+        self._group: Any = None
+        self._bundles: dict[Member, tuple[Any, int]] = {}
+        self._is_pinned = False
+        self._asked_s = 0.0
+
+    def take_home(self) -> bool:
+        """Ask for room, and for the master's on this process's own node, where the run's folder
+        is; False: it has not so much at all."""
+        if self._cluster.has_room_here(self._needs[self._master]):
+            self._ask({NODE_LABEL: self._cluster.node})
+            self._is_pinned = True
+        return self._is_pinned
+
+    def take_any(self, nodes: Sequence[str]) -> None:
+        """Ask for room, with the master on one of these nodes."""
+        there = self._cluster.nodes()
+        if all(name in nodes for name in there):
+            self._ask({})  # nor need it be one of today's
+        else:
+            homes = [index for index, name in enumerate(there) if name in nodes]
+            if lack := find_lack(self._asks, list(there.values()), homes):
+                raise RoleError(
+                    f"the Ray cluster has no room: {lack}; give --run-dir a path that all nodes "
+                    f"see, or start the run on a node that has room for the master"
+                )
+            self._ask({NODE_LABEL: f"in({','.join(nodes)})"})
+        self._is_pinned = False
+
+    def _ask(self, of_master: Mapping[str, str]) -> None:
+        if self._group is not None:
+            self._cluster.ray.util.remove_placement_group(self._group)
+        self._group = self._cluster.ray.util.placement_group(
             list(self._needs.values()),
             strategy="SPREAD",
-            bundle_label_selector=[here if m is master else {} for m in self._needs],
+            bundle_label_selector=[
+                dict(of_master) if m is self._master else {} for m in self._needs
+            ],
         )
-        self._group = found
-        self._bundles = {member: (found, index) for index, member in enumerate(self._needs)}
+        self._bundles = {m: (self._group, index) for index, m in enumerate(self._needs)}
+        self._asked_s = time.monotonic()
+
+    def would_fit_elsewhere(self) -> bool:
+        """Whether all is there that is wanted, but for a master on this process's own node."""
+        is_time = time.monotonic() > self._asked_s + HOME_TIMEOUT_S
+        free = list(self._cluster.free_of_each().values()) if self._is_pinned and is_time else []
+        return bool(free) and not find_lack(self._asks, free)
 
     def is_ready(self) -> bool:
         return bool(self._group.wait(timeout_seconds=0.2))
 
     def ask_for_another(self) -> Any:
         """A place for one more worker, as soon as there is one."""
-        (needs,) = (needs for m, needs in self._needs.items() if m.role == "master")
-        return self._cluster.ray.util.placement_group([needs])
+        return self._cluster.ray.util.placement_group([self._needs[self._master]])
 
     def is_there(self, place: Any) -> bool:
         return bool(place.wait(timeout_seconds=0))
@@ -459,9 +511,8 @@ class _Room:
         }
 
     def release(self, others: Sequence[Any]) -> None:
-        for group in {
-            id(g): g for g in (*others, *(g for g, _ in self._bundles.values()))
-        }.values():
+        groups = [*others, *(group for group, _ in self._bundles.values())]
+        for group in {id(group): group for group in groups}.values():
             self._cluster.ray.util.remove_placement_group(group)
 
 

@@ -57,6 +57,18 @@ def test_how_many_runs_fit_side_by_side() -> None:
     assert most_at_once([asks(1, CPU=1.0)] * 3, nodes) == 3, "no more than there are"
 
 
+def test_who_needs_the_folder_is_where_it_can_be_seen() -> None:
+    master = Ask(who="the master", resources={"CPU": 1.0}, needs_folder=True)
+    nodes = [{"CPU": 1.0}, {"CPU": 3.0}]
+    assert find_lack([*asks(3, CPU=1.0), master], nodes, [0]) == ""
+    assert find_lack([Ask(who="server 0", resources={"CPU": 3.0}), master], nodes) == ""
+    lack = find_lack([master, master], nodes, [0])
+    assert lack.startswith("the master needs a node that sees the run's folder with 1 CPU")
+    assert "the largest has nothing" in find_lack([master], nodes, [])
+    assert most_at_once([[*asks(1, CPU=1.0), master]] * 5, nodes) == 2
+    assert most_at_once([[*asks(1, CPU=1.0), master]] * 5, nodes, [0]) == 1
+
+
 def test_a_run_asks_for_its_master_workers_and_servers() -> None:
     options = {"engine": "ray", "workers": 2, "gpus_per_worker": 1, "memory_per_server": 2}
     found = {ask.who: dict(ask.resources) for ask in asks_of(make_config(options))}

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from processes import RECIPE_FILE, LocalRun
-from rays import CPUS_EACH, NUM_NODES, RayNodes, RayRun, actors, wait_for
+from rays import (
+    CPUS_EACH,
+    NUM_NODES,
+    RayNodes,
+    RayRun,
+    actors,
+    taking_jobs,
+    wait_for,
+)
 
 import offbeat
 
@@ -103,12 +111,37 @@ def test_a_node_dies_with_all_that_is_on_it(
     assert run.summary()["status"] == "finished"
 
 
+MEETING = """
+import os
+from pathlib import Path
+def meeting(model, batch):
+    here = Path(__file__).with_name("here")
+    if model.training and not (mine := here / str(os.getpid())).exists():
+        mine.touch()
+        deadline_s = time.monotonic() + 60
+        while len(list(here.iterdir())) < WANTED:
+            assert time.monotonic() < deadline_s, "the other run does not come"
+            time.sleep(0.02)
+    return cross_entropy(model, batch)
+meets = toy_recipe(loss=meeting)
+"""
+
+
+def meeting_of(num_workers: int, folder: Path) -> str:
+    """A file of recipes with one whose workers go on when there are so many, of whatever run."""
+    (folder / "here").mkdir()
+    return RECIPE_FILE + MEETING.replace("WANTED", str(num_workers))
+
+
 def test_two_runs_at_once(tmp_path: Path, nodes: RayNodes) -> None:
-    first, second = (tmp_path / name for name in "ab")
-    first.mkdir()
-    second.mkdir()
-    runs = [RayRun(folder, nodes, "--steps", "40") for folder in (first, second)]
+    """Each master takes all of a node, so that only one can be where the commands are; neither run
+    gets beyond its first step before the other is there."""
+    source = meeting_of(2, tmp_path)
+    flags = ("--workers", "1", "--cpus-per-worker", str(CPUS_EACH), "--steps", "40")
+    runs = [RayRun(tmp_path, nodes, *flags, recipe="meets", source=source, run=r) for r in "ab"]
     assert [run.wait() for run in runs] == [0, 0], [run.text() for run in runs]
+    masters = {run.placed()["master-0"]["node"] for run in runs}
+    assert nodes.head() in masters and len(masters) == 2
 
 
 def test_a_run_that_is_too_large_says_what_is_missing(tmp_path: Path, nodes: RayNodes) -> None:
@@ -277,28 +310,11 @@ def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes)
     assert run.summary()["kept"][0]["applied"] == 2000
 
 
-MEETING = """
-import os
-from pathlib import Path
-def meeting(model, batch):
-    here = Path(__file__).with_name("here")
-    if model.training and not (mine := here / str(os.getpid())).exists():
-        mine.touch()
-        deadline_s = time.monotonic() + 60
-        while len(list(here.iterdir())) < 3:  # workers; there are two to a run
-            assert time.monotonic() < deadline_s, "the other run does not come"
-            time.sleep(0.02)
-    return cross_entropy(model, batch)
-meets = toy_recipe(loss=meeting)
-"""
-
-
 def test_a_comparison_runs_cells_side_by_side_and_says_so(tmp_path: Path, nodes: RayNodes) -> None:
-    """Neither gets beyond its first step before the other is there."""
-    (tmp_path / "recipes.py").write_text(RECIPE_FILE + MEETING)
-    (tmp_path / "here").mkdir()
+    """Neither gets beyond its first step before somebody of the other is there."""
+    (tmp_path / "recipes.py").write_text(meeting_of(3, tmp_path))
     where = ["--engine", "ray", "--ray-address", nodes.address, "--recipe", "recipes.py:meets"]
-    grid = ["--disciplines", "sync,lock-free", "--workers", "2", "--seeds", "1", "--steps", "1000"]
+    grid = ["--disciplines", "sync,allreduce", "--workers", "2", "--seeds", "1", "--steps", "100"]
     command = [sys.executable, "-m", "offbeat", "compare", *where, *grid, "--out", "out"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
@@ -307,6 +323,43 @@ def test_a_comparison_runs_cells_side_by_side_and_says_so(tmp_path: Path, nodes:
     assert "up to 2 runs side by side: times are not comparable then" in done.stdout
     report = (tmp_path / "out" / "report.md").read_text()
     assert "Up to 2 of them went on side by side" in report
+    summaries = [
+        json.loads(p.read_text()) for p in sorted((tmp_path / "out").rglob("summary.json"))
+    ]
+    assert [s["discipline"] for s in summaries] == ["allreduce", "sync"]
+    mine, theirs = (s["test_scores"]["accuracy"] for s in summaries)
+    assert mine == pytest.approx(theirs, abs=0.02), "it is the same training"
+
+
+def test_a_cluster_of_this_machine_is_started_where_one_is_wanted(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    run = LocalRun(tmp_path, "--engine", "ray", "--ray-address", "local", "--steps", "40")
+    assert run.wait() == 0, run.text()
+    assert "one of this machine's own is started for the run" in run.text()
+    assert run.summary()["kept"][0]["applied"] == 80
+
+
+def test_a_submitted_job(tmp_path: Path) -> None:
+    """To a cluster that has what takes jobs."""
+    (tmp_path / "recipes.py").write_text(RECIPE_FILE)
+    flags = "--recipe recipes.py:recipe --steps 40 --threads 1 --device cpu --run-dir"
+    train = ["offbeat", "train", "--engine", "ray", *flags.split(), str(tmp_path / "run")]
+    command = ["ray", "job", "submit", "--working-dir", ".", "--", *train]
+    with taking_jobs() as environment:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "on the Ray cluster at" in done.stdout and "succeeded" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["kept"][0]["applied"] == 80
 
 
 def test_workers_without_servers_meet_across_nodes(tmp_path: Path, nodes: RayNodes) -> None:

@@ -1,9 +1,11 @@
 """Real runs of the engine `local`, watched and disturbed from outside."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +55,13 @@ wide = toy_recipe(
     optimizer=SGD(lr=0.001),
 )
 """
+
+
+def free_ports(count: int) -> list[int]:
+    """Of this machine, at which nobody listens now."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in made]
 
 
 class LocalRun:

@@ -8,19 +8,25 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from processes import TIMEOUT_S, LocalRun, processes
+from processes import TIMEOUT_S, LocalRun, free_ports, processes
 
 CPUS_EACH = 2
 NUM_NODES = 3
+SOON_MISSED = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+"""How soon a cluster notices that a node is gone."""
 
 
 class RayNodes:
@@ -49,7 +55,7 @@ class RayNodes:
         return added
 
     def kill(self, node: str) -> None:
-        """The node's raylet, by SIGKILL: its actors die with it."""
+        """The node's raylet, by SIGKILL: its actors die with it. Returns when that was noticed."""
         self._say(f"kill {node}")
 
     def heal(self) -> None:
@@ -99,6 +105,47 @@ class RayNodes:
         self.address, self.nodes = told["address"], told["nodes"]
 
 
+@contextlib.contextmanager
+def taking_jobs() -> Iterator[Mapping[str, str]]:
+    """A cluster of one node to which jobs can be submitted by whoever has this in its environment;
+    what is installed with this Python comes first there."""
+    port, dashboard, agent = free_ports(3)
+    start = ["ray", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus", "4"]
+    start += ["--port", str(port), "--dashboard-port", str(dashboard)]
+    start += ["--dashboard-agent-listen-port", str(agent)]
+    address = f"http://127.0.0.1:{dashboard}"
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_API_SERVER_ADDRESS": address,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+    }
+    process = subprocess.Popen(
+        start,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: _takes_jobs(address), "jobs are taken")
+        yield environment
+    finally:
+        process.terminate()  # it ends what it has started
+        process.wait(TIMEOUT_S)
+
+
+def _takes_jobs(address: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{address}/api/jobs/", timeout=5).close()
+    except urllib.error.HTTPError as error:
+        return error.code == HTTPStatus.UNAUTHORIZED  # it answers those who show the token
+    except OSError:
+        return False
+    return True
+
+
 class RayRun(LocalRun):
     """`offbeat train --engine ray`, with its output and its roles' processes."""
 
@@ -140,7 +187,8 @@ def _serve() -> None:
 
     logging.disable(logging.CRITICAL)
     quiet = {"include_dashboard": False, "object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_EACH, **quiet})
+    head = {"num_cpus": CPUS_EACH, **quiet, "_system_config": SOON_MISSED}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = {cluster.head_node.node_id: cluster.head_node}
 
     def add(num_cpus: int) -> None:
@@ -167,6 +215,7 @@ def _serve() -> None:
         else:
             os.kill(_raylet(nodes[name]), signal.SIGKILL)
             cluster.remove_node(nodes.pop(name), allow_graceful=False)
+            wait_for(functools.partial(_lacks, cluster, name), "its death was noticed")
         sys.stdout = stdout
         tell()
     cluster.shutdown()
@@ -174,6 +223,11 @@ def _serve() -> None:
 
 def _has(cluster: Any, count: int) -> bool:
     return sum(node["Alive"] for node in cluster.global_state.node_table()) >= count
+
+
+def _lacks(cluster: Any, name: str) -> bool:
+    table = cluster.global_state.node_table()
+    return not any(node["Alive"] for node in table if node["NodeID"] == name)
 
 
 def _raylet(node: Any) -> int:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import free_ports
 
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.transport.group import Group, _is_here
@@ -55,13 +55,6 @@ group.close()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def started(meeting: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     children = [
@@ -82,7 +75,7 @@ def started(meeting: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def test_a_group_meets_hands_out_adds_up_and_hears_of_a_death() -> None:
-    with started(f"tcp:127.0.0.1:{free_port()}", 3) as children:
+    with started(f"tcp:127.0.0.1:{free_ports(1)[0]}", 3) as children:
         for child in children:
             assert child.stdout is not None
             assert json.loads(child.stdout.readline()) == [[6.0] * 3, [2, 0]]
