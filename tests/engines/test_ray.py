@@ -66,31 +66,21 @@ def test_roles_are_spread_over_the_nodes_and_the_run_is_like_any_other(
 
 
 @pytest.mark.parametrize("discipline", ["sync", "lock-free"])
-def test_a_worker_that_is_killed_comes_back(
+def test_a_worker_and_a_server_that_are_killed_come_back(
     tmp_path: Path, nodes: RayNodes, discipline: str
 ) -> None:
+    """The server gets its slice back."""
     kill = ("--kill-worker", "1@30")
-    run = RayRun(tmp_path, nodes, "--discipline", discipline, "--steps", "60", *kill)
-    assert run.wait() == 0, run.text()
-    assert "worker 1 died: starting it again (1 of 3)" in run.text()
-    assert run.incarnations(1) == 2
-    assert run.num_steps(0) == 60 and run.num_steps(1) >= 30, "a few are not written down"
-
-
-@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
-def test_a_server_that_is_killed_gets_its_slice_back(
-    tmp_path: Path, nodes: RayNodes, discipline: str
-) -> None:
-    flags = ("--discipline", discipline, "--steps", "400", "--servers", "2", *SLOWLY)
+    flags = ("--discipline", discipline, "--steps", "200", "--servers", "2", *SLOWLY, *kill)
     run = RayRun(tmp_path, nodes, *flags)
-    run.wait_for_steps(40)
+    run.wait_until(lambda: run.incarnations(1) == 2, "worker 1 was there again")
     os.kill(run.placed()["ps-1"]["pid"], signal.SIGKILL)
     assert run.wait() == 0, run.text()
+    assert "worker 1 died: starting it again (1 of 3)" in run.text()
     assert "server 1 died: starting it again (1 of 3)" in run.text()
-    assert [e["epoch"] for e in run.events("run") if e["phase"] == "load" and e["shard"] == 1] == [
-        0,
-        1,
-    ]
+    loads = [e for e in run.events("run") if e["phase"] == "load" and e["shard"] == 1]
+    assert [e["epoch"] for e in loads] == [0, 1]
+    assert run.num_steps(0) >= 200 and run.num_steps(1) >= 180, "a few are not written down"
     assert run.summary()["status"] == "finished"
 
 
@@ -98,11 +88,11 @@ def test_a_server_that_is_killed_gets_its_slice_back(
 def test_a_node_dies_with_all_that_is_on_it(
     tmp_path: Path, nodes: RayNodes, discipline: str
 ) -> None:
-    flags = ("--discipline", discipline, "--steps", "400", "--servers", "2", *SLOWLY)
+    flags = ("--discipline", discipline, "--steps", "200", "--servers", "2", *SLOWLY)
     run = RayRun(tmp_path, nodes, *flags)
-    run.wait_for_steps(40)
-    doomed = run.placed()["worker-1"]["node"]
-    assert doomed != nodes.head()
+    run.wait_for_steps(30)
+    others = (run.placed()[name]["node"] for name in ("worker-1", "ps-0", "ps-1"))
+    doomed = next(node for node in others if node != nodes.head())  # where the command is
     there = [name for name, event in run.placed().items() if event["node"] == doomed]
     nodes.kill(doomed)
     assert run.wait() == 0, run.text()
@@ -115,9 +105,11 @@ MEETING = """
 import os
 from pathlib import Path
 def meeting(model, batch):
-    here = Path(__file__).with_name("here")
-    if model.training and not (mine := here / str(os.getpid())).exists():
-        mine.touch()
+    meeting.count = getattr(meeting, "count", 0) + 1
+    if model.training and meeting.count % 20 == 1:
+        here = Path(__file__).with_name("here") / str(meeting.count)
+        here.mkdir(parents=True, exist_ok=True)
+        (here / str(os.getpid())).touch()
         deadline_s = time.monotonic() + 60
         while len(list(here.iterdir())) < WANTED:
             assert time.monotonic() < deadline_s, "the other run does not come"
@@ -127,16 +119,16 @@ meets = toy_recipe(loss=meeting)
 """
 
 
-def meeting_of(num_workers: int, folder: Path) -> str:
-    """A file of recipes with one whose workers go on when there are so many, of whatever run."""
-    (folder / "here").mkdir()
+def meeting_of(num_workers: int) -> str:
+    """A file of recipes with one whose workers wait for each other, of whatever run, every 20
+    steps: until so many have come."""
     return RECIPE_FILE + MEETING.replace("WANTED", str(num_workers))
 
 
 def test_two_runs_at_once(tmp_path: Path, nodes: RayNodes) -> None:
     """Each master takes all of a node, so that only one can be where the commands are; neither run
-    gets beyond its first step before the other is there."""
-    source = meeting_of(2, tmp_path)
+    is ever far ahead of the other."""
+    source = meeting_of(2)
     flags = ("--workers", "1", "--cpus-per-worker", str(CPUS_EACH), "--steps", "40")
     runs = [RayRun(tmp_path, nodes, *flags, recipe="meets", source=source, run=r) for r in "ab"]
     assert [run.wait() for run in runs] == [0, 0], [run.text() for run in runs]
@@ -155,32 +147,25 @@ def test_a_run_that_is_too_large_says_what_is_missing(tmp_path: Path, nodes: Ray
     assert f"the master needs a node with {CPUS_EACH + 1} CPUs, and none has" in run.text()
 
 
-def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(tmp_path: Path, nodes: RayNodes) -> None:
+def test_ctrl_c_or_the_death_of_the_command_ends_the_run_and_resume_goes_on(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
     run = RayRun(tmp_path, nodes, "--steps", "200", *SLOWLY)
-    run.wait_for_steps(30)
+    run.wait_for_steps(20)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()
     assert run.summary()["status"] == "interrupted"
     wait_for(lambda: not actors(), "no actor is left", 10)
-    on = RayRun(tmp_path, nodes, "--resume", str(run.run_dir))
-    assert on.wait() == 0, on.text()
-    assert on.summary()["status"] == "finished"
-    assert on.summary()["kept"][0]["applied"] == 400
-
-
-def test_the_death_of_the_command_ends_the_run_and_resume_goes_on(
-    tmp_path: Path, nodes: RayNodes
-) -> None:
-    run = RayRun(tmp_path, nodes, "--steps", "150", *SLOWLY)
-    run.wait_for_steps(60)
-    pids = run.pids()
-    run.process.kill()
-    run.wait()
+    dying = RayRun(tmp_path, nodes, "--resume", str(run.run_dir))
+    dying.wait_for_steps(60)
+    pids = dying.pids()
+    dying.process.kill()
+    dying.wait()
     wait_for(lambda: not set(pids) & set(actors()), "all actors are gone", 15)
     on = RayRun(tmp_path, nodes, "--resume", str(run.run_dir))
     assert on.wait() == 0, on.text()
     assert on.summary()["status"] == "finished"
-    assert on.summary()["kept"][0]["applied"] == 300
+    assert on.summary()["kept"][0]["applied"] == 400
 
 
 def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
@@ -189,8 +174,8 @@ def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
     large = [nodes.add(CPUS_EACH + 2) for _ in range(2)]
     each = ("--cpus-per-worker", str(CPUS_EACH + 1))
     slowly = ("--slow-worker", "0:20x", "--checkpoint-every", "20")
-    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "200", *each, *slowly)
-    run.wait_for_steps(40, 0)
+    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "100", *each, *slowly)
+    run.wait_for_steps(30, 0)
     there = run.placed()["master-0"]["node"]
     assert there in large
     nodes.kill(there)
@@ -198,7 +183,7 @@ def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
     assert "the master died with its node: starting it again" in run.text()
     assert run.placed()["master-0"]["node"] in large
     assert run.summary()["status"] == "finished"
-    assert run.summary()["kept"][0]["applied"] == 200
+    assert run.summary()["kept"][0]["applied"] == 100
 
 
 PROGRAM = """
@@ -299,7 +284,7 @@ def test_a_node_that_does_not_see_the_folder_tells_what_it_would_write(
 def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes) -> None:
     doomed = next(node for node in nodes.nodes if node != nodes.head())
     nodes.kill(doomed)  # what is left has room for a server and three workers
-    slowly = ("--slow-worker", "0:20x,1:20x,2:20x", "--steps", "1000")
+    slowly = ("--slow-worker", "0:20x,1:20x,2:20x", "--steps", "600")
     run = RayRun(tmp_path, nodes, "--workers", "2..4", *slowly)
     run.wait_until_placed("worker-2")
     assert "worker-3" not in run.placed()
@@ -307,12 +292,12 @@ def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes)
     run.wait_until(lambda: run.num_steps(3) > 0, "the fourth worker is at work")
     assert run.wait() == 0, run.text()
     assert "there is room for worker 3: it joins" in run.text()
-    assert run.summary()["kept"][0]["applied"] == 2000
+    assert run.summary()["kept"][0]["applied"] == 1200
 
 
 def test_a_comparison_runs_cells_side_by_side_and_says_so(tmp_path: Path, nodes: RayNodes) -> None:
-    """Neither gets beyond its first step before somebody of the other is there."""
-    (tmp_path / "recipes.py").write_text(meeting_of(3, tmp_path))
+    """Neither is ever far ahead of the other."""
+    (tmp_path / "recipes.py").write_text(meeting_of(3))
     where = ["--engine", "ray", "--ray-address", nodes.address, "--recipe", "recipes.py:meets"]
     grid = ["--disciplines", "sync,allreduce", "--workers", "2", "--seeds", "1", "--steps", "100"]
     command = [sys.executable, "-m", "offbeat", "compare", *where, *grid, "--out", "out"]
