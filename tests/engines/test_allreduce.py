@@ -234,9 +234,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "role", ["worker --index 1", pytest.param("master", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["worker --index 1", "master"])
 def test_when_one_is_killed_all_go_on_from_the_newest_checkpoint(
     start: Callable[..., LocalRun], role: str
 ) -> None:

@@ -357,6 +357,7 @@ def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_again(start: S
     assert min(sequence for _, sequence in kept.applied().values()) >= 60
 
 
+@pytest.mark.slow
 def test_a_start_says_what_it_waits_for(start: Start) -> None:
     run = start("--steps", "100000", recipe="large")
     run.wait_until(lambda: len(run.pids("ps")) == 1, "the server was there")

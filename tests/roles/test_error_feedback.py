@@ -443,6 +443,7 @@ def over_tcp(tmp_path: Path) -> Callable[..., Trip]:
     return run
 
 
+@pytest.mark.slow
 def test_over_tcp_less_travels_and_as_much_is_learned(over_tcp: Callable[..., Trip]) -> None:
     plain = over_tcp("plain")
     coded = over_tcp("coded", compress="topk:0.1", compress_replies="delta")
