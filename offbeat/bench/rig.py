@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 CALIBRATION_STEPS = {"mnist-sigmoid": 1000, "convnet": 4, "alexnet": 4, "wide": 4}
 """By which it is found out how many steps fill the time that was asked for."""
 FEWEST_STEPS = 10
+TRIES = 3
+"""So often a run that was too short is made twice as long."""
+
+
+class NeverTogetherError(RunError):
+    pass
 
 
 def options_for(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def rates_of(
             steps = {n: rig.steps_for(n, seconds, CALIBRATION_STEPS[recipe]) for n in rates}
             for number in range(1, 1 + rounds):
                 for name, found in rates.items():
-                    found.append(rate(rig.run(name, steps[name])))
+                    found.append(rig.rate(name, steps))
                     line = f"round {number} of {rounds}: {name} {short(found[-1])}/s"
                     print(line, file=sys.stderr, flush=True)
     return rates
@@ -75,7 +81,9 @@ def window(times: Sequence[Sequence[float]]) -> tuple[float, float]:
     start_s = max(done[len(done) // 10] for done in times)
     end_s = min(done[-1] for done in times)
     if end_s <= start_s:
-        raise RunError("the workers were never at work at the same time; give more --seconds")
+        raise NeverTogetherError(
+            "the workers were never at work at the same time; give more --seconds"
+        )
     return start_s, end_s
 
 
@@ -118,6 +126,16 @@ class Rig:
         times = self.run(name, calibration)
         slowest = min((len(done) - 1) / (done[-1] - done[0]) for done in times)
         return max(FEWEST_STEPS, round(slowest * seconds))
+
+    def rate(self, name: str, steps: MutableMapping[str, int]) -> float:
+        """Gradients per second, with so many steps of each contender. One that stalls now and then
+        may be through with them before another worker is warm: it is given more."""
+        for _ in range(TRIES):
+            try:
+                return rate(self.run(name, steps[name]))
+            except NeverTogetherError:
+                steps[name] *= 2
+        return rate(self.run(name, steps[name]))
 
     def run(self, name: str, steps: int) -> list[list[float]]:
         """Have every worker do so many steps; returns when each was done with each of them."""

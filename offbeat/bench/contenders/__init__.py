@@ -13,11 +13,15 @@ INDEX RUN`, rig.py). All have their batches from the job, as Offbeat's own worke
 down when each step was done.
 """
 
+import datetime
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
+from offbeat.bench.processes import TIMEOUT_S
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.run.rundir import RunFolder
@@ -69,6 +73,14 @@ class Part:
     def store(self) -> Path:
         """Where they find each other."""
         return self.folder.path.resolve() / "store"
+
+    def meet(self) -> None:
+        """Wait until every worker is here, so that all are at work at the same time."""
+        place, count = self.store.with_name("meeting"), self.job.config.workers
+        store = dist.FileStore(str(place), count)  # type: ignore[attr-defined]
+        if store.add("here", 1) == count:
+            store.set("all", "")
+        store.wait(["all"], datetime.timedelta(seconds=TIMEOUT_S))
 
     def log_of(self, rank: int) -> "StepTimes":
         return StepTimes(rank, EventLog.create(self.folder.events, f"worker-{rank}"))

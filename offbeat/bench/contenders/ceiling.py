@@ -1,16 +1,13 @@
 """The ceiling: Offbeat's own workers, with servers that take everything and give nothing back."""
 
 import dataclasses
-import datetime
 import threading
 import time
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from offbeat.bench.contenders import Part
-from offbeat.bench.processes import TIMEOUT_S, silent_log
+from offbeat.bench.processes import silent_log
 from offbeat.errors import ConnectionClosedError
 from offbeat.roles.control import Control
 from offbeat.roles.worker import Worker
@@ -32,7 +29,7 @@ def work(part: Part) -> None:
     control.flush = log.events.flush
     control.start()
     towers = job.make_towers(part.index, job.make_model())
-    _meet(part.store, job.config.workers)
+    part.meet()  # some have imported torch seconds before others
     Worker(
         job,
         part.index,
@@ -46,14 +43,6 @@ def work(part: Part) -> None:
     ).run()
     control.close()
     log.close()
-
-
-def _meet(place: Path, count: int) -> None:
-    """Wait until so many are here: some have imported torch seconds before others."""
-    store = torch.distributed.FileStore(str(place), count)  # type: ignore[attr-defined]
-    if store.add("here", 1) == count:
-        store.set("all", "")
-    store.wait(["all"], datetime.timedelta(seconds=TIMEOUT_S))
 
 
 class _NoServer(base.WorkerEnd):

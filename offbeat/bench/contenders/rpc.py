@@ -87,6 +87,7 @@ def _update_and_fetch(gradients: list[Tensor]) -> "torch.futures.Future[nn.Modul
 def _train(part: Part) -> None:
     log = part.log_of(part.index)
     model: Any = rpc.rpc_sync(SERVER, _model)
+    part.meet()
     for _, batch in part.job.batches(part.index):
         start_s = time.monotonic()
         part.job.recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
