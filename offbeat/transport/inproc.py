@@ -250,7 +250,7 @@ class InprocListener(Listener):
         with self._door:
             self._closed = True
             for request in self._waiting():
-                request.refuse("the server takes nobody in any more")
+                request.close("the server takes nobody in any more")
             self._requests.put(ConnectionClosedError("the listener was closed"))
 
     def _knock(self, channel: _Channel, hello: Message) -> _Channel:
