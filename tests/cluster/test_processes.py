@@ -133,7 +133,8 @@ def test_a_worker_that_was_killed_comes_back_and_goes_on(byhand: ByHand) -> None
 @pytest.mark.slow
 def test_a_server_that_was_stopped_and_started_again(byhand: ByHand) -> None:
     server, worker = byhand.start("ps"), byhand.start("worker", "--threads", "1")
-    master = byhand.start_master("--epochs", "400", "--checkpoint-every", "50")
+    slowly = ("--epochs", "150", "--slow-worker", "0:20x,1:20x")  # longer than a server stays
+    master = byhand.start_master(*slowly, "--checkpoint-every", "50")
     byhand.wait_until(lambda: byhand.num_pushes() > 300, "it is under way")
     os.kill(server.pid, signal.SIGINT)
     assert byhand.codes(server) == [130], byhand.text()
