@@ -19,8 +19,9 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
            process), placed (on Ray: role, index, node, host, pid) and end (status, reason) by the
            engine;
-           checkpoint (version) and books (shards: version and accounts, as in the last
-           checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server;
+           checkpoint (version; shards: of each its version, and the SHA-256 of its file) and
+           books (shards: version and accounts, as in the last checkpoint; see ledger.py) by the
+           master; load (shard, epoch, version) by a server;
            fall, of a learning rate that goes by scores: at which version, by the master, and by
            each server (shard); at_s
 
