@@ -184,11 +184,6 @@ def _check_job(job: Job) -> None:
         )
     if job.manifest.is_sparse:
         raise ConfigError("sparse gradients cannot be replayed so far")
-    if job.joins_norms:
-        raise ConfigError(
-            "with --clip-norm in sync several servers share one norm: such a run cannot be "
-            "replayed so far"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +265,8 @@ class _Server:
         """The next update; returns the learning rate. With no gradients: nothing is changed."""
         lr = None
         if gradients:
-            self._updater.apply(gradients)
+            begun = self._updater.begin(gradients)
+            self._updater.end(begun, self.life.norms.get(self.at + 1))
             lr = self._updater.lr
         self.at += 1
         self._keep()

@@ -72,6 +72,8 @@ class Life:
     """By the version that they made; gradients in the order in which they came."""
     rates: dict[int, float] = field(default_factory=dict)
     """What each was made with."""
+    norms: dict[int, float] = field(default_factory=dict)
+    """Of each, where its server was told the norm of the whole gradient."""
     ends: int = 0
     """The last version up to which no update is missing."""
 
@@ -115,6 +117,7 @@ class _Arrival:
     """The version that it went into."""
     batch: int
     lr: float | None
+    norm: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,8 @@ class _Reading:
         life = self._life(event["shard"])
         made = event["version"] if event["outcome"] == APPLIED else None
         point = Point(life.shard, life.number, event["base_version"])
-        found = _Arrival(event["received_s"], point, made, event["batch"], event.get("lr"))
+        more = event["batch"], event.get("lr"), event.get("norm")
+        found = _Arrival(event["received_s"], point, made, *more)
         self._arrivals[event["worker"], event["incarnation"], event["sequence"]].append(found)
 
     def recorded(self) -> Recorded:
@@ -208,8 +212,11 @@ class _Reading:
             shard, number, version = arrival.point.shard, arrival.point.life, arrival.made
             assert version is not None
             arrived[shard, number, version].append((arrival.at_s, gradient))
+            life = self._lives[shard][number]
             if arrival.lr is not None:
-                self._lives[shard][number].rates[version] = arrival.lr
+                life.rates[version] = arrival.lr
+            if arrival.norm is not None:
+                life.norms[version] = arrival.norm
 
     def _tries(self, worker: int, arrivals: Sequence[_Arrival]) -> Iterator[dict[int, _Arrival]]:
         """Those that are of one gradient: a worker computes it again only when it has found
