@@ -161,16 +161,6 @@ def _check(config: TrainConfig, facts: Facts) -> None:
         )
     if not kind.served:
         raise ConfigError(f"{kind.name} has no servers, whose events a replay goes by")
-    for name, value in (
-        ("local_steps", config.local_steps),
-        ("compress", config.compress),
-        ("compress_replies", config.compress_replies),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"with {name} {value} workers keep something that no event tells: such a run "
-                f"cannot be replayed so far"
-            )
     if facts.elastic:
         raise ConfigError("workers came and went in this run: it cannot be replayed so far")
 
@@ -181,6 +171,11 @@ def _check_job(job: Job) -> None:
         raise ConfigError(
             "the run was computed on a GPU, whose sums are not the same every time: only what was "
             "computed on the CPU can be replayed to the bit"
+        )
+    if job.is_coded and job.idle_codecs is None:
+        raise ConfigError(
+            "what codecs leave out of a gradient goes with its worker's next one: such a run "
+            "cannot be replayed so far"
         )
     if job.manifest.is_sparse:
         raise ConfigError("sparse gradients cannot be replayed so far")
@@ -297,8 +292,8 @@ class _Seat:
         never = threading.Event()
         self._faults = make_faults(job.config, rank, 1, clock=time.monotonic, stop=never)
         self._batches: Generator[StepBatch, None, None] | None = None
-        self._step = 0
-        """The one whose batches come next."""
+        self._next = 0
+        """With which step, or batch, they go on."""
 
     def compute(self, gradient: Computed, bases: Sequence[_Kept]) -> tuple[_Made, float]:
         """The gradient, and its loss."""
@@ -322,31 +317,33 @@ class _Seat:
 
     def _compute_batches(self, gradient: Computed) -> int:
         """All batches of the step; returns how many examples the last one has."""
-        for batch in self._batches_of(gradient.sequence):
+        batch, paces = None, self._job.config.paces
+        for batch in self._batches_of(gradient):
             seed = make_seed(self._job.config.seed, "forward", self._rank, batch.number + 1)
             self._towers.seed(seed)
             self._towers.compute(self._job.recipe.loss, self._towers.deal(batch.batch))
             count = batch_length(batch.batch)
-            if batch.ends_step:
+            if batch.number == gradient.batch or (batch.ends_step and not paces):
                 break
             self._towers.accumulate(count)
-        if batch.number != gradient.batch:
+        if batch is None or batch.number != gradient.batch:
             raise RunError(
-                f"{gradient} ended with batch {gradient.batch} in the run, and ends with batch "
-                f"{batch.number} now: shares or batches were cut in another way then"
+                f"{gradient} ended with batch {gradient.batch} in the run, and does not now: "
+                f"shares or batches were cut in another way then"
             )
         return count
 
-    def _batches_of(self, step: int) -> Iterator[StepBatch]:
-        if self._batches is None or step != self._step:
+    def _batches_of(self, gradient: Computed) -> Iterator[StepBatch]:
+        """From its first one on. Steps of one length are known by their number; where they are
+        not, each begins where the one before it ended."""
+        start = gradient.sequence - 1
+        if self._job.config.paces:
+            start = 0 if gradient.before is None else gradient.before.batch + 1
+        if self._batches is None or start != self._next:
             self.close()
-            self._batches = self._job.step_batches(self._rank, step - 1)
-        self._step = step + 1
-        for batch in self._batches:
-            yield batch
-            if batch.ends_step:
-                return
-        raise RunError(f"worker {self._rank} has no data for step {step}")
+            self._batches = self._job.step_batches(self._rank, start)
+        self._next = gradient.batch + 1 if self._job.config.paces else start + 1
+        return self._batches
 
     def close(self) -> None:
         if self._batches is not None:
@@ -370,6 +367,9 @@ class _Again:
         self._say = say
         self._seats: dict[int, _Seat] = {}
         self._made: dict[Computed, _Made] = {}
+        self._computed: set[Computed] = set()
+        self._is_stateful = job.inner is not None
+        """What a worker computes depends on what it has computed before."""
         self._uses: Counter[Computed] = Counter()
         self._num_gradients = self._num_updates = self._num_checked = self._num_others = 0
         self._difference: str | None = None
@@ -381,11 +381,9 @@ class _Again:
         wanted: dict[tuple[int, int], Counter[int]] = {
             (life.shard, life.number): Counter() for life in lives
         }
-        seen: set[Computed] = set()
-        for life in lives:
-            for gradients in life.updates.values():
-                seen |= {g for g in gradients if g.worker != self._without}
-        for gradient in seen:
+        for gradient in self._recorded.gradients:
+            if gradient.worker == self._without or not (gradient.num_uses or self._is_stateful):
+                continue
             for base in gradient.bases:
                 if base is not None:
                     wanted[base.shard, base.life][base.version] += 1
@@ -505,7 +503,19 @@ class _Again:
         return state is not None
 
     def _can_have(self, gradient: Computed) -> bool:
-        return gradient in self._made or all(map(self._has, gradient.bases))
+        return gradient in self._made or all(
+            all(map(self._has, each.bases)) for each in self._lacking(gradient)
+        )
+
+    def _lacking(self, gradient: Computed) -> list[Computed]:
+        """What has to be computed for it, in this order: itself last, and, where a worker keeps
+        something from one to the next, those before."""
+        found = [gradient]
+        while self._is_stateful and (before := found[-1].before) is not None:
+            if before in self._computed:
+                break
+            found.append(before)
+        return found[::-1]
 
     def _has(self, base: Point | None) -> bool:
         server = None if base is None else self._servers.get((base.shard, base.life))
@@ -550,8 +560,13 @@ class _Again:
 
     def _make(self, gradient: Computed) -> _Made:
         """Compute it, unless another shard has had it already."""
-        if gradient in self._made:
-            return self._made[gradient]
+        if gradient not in self._made:
+            for each in self._lacking(gradient):
+                made = self._compute(each)
+            self._made[gradient] = made
+        return self._made[gradient]
+
+    def _compute(self, gradient: Computed) -> _Made:
         if gradient.worker not in self._seats:
             self._seats[gradient.worker] = _Seat(self._job, gradient.worker)
         points = [base for base in gradient.bases if base is not None]
@@ -560,7 +575,8 @@ class _Again:
         made, loss = self._seats[gradient.worker].compute(gradient, kept)
         for server, point in zip(servers, points, strict=True):
             server.used(point.version)
-        self._made[gradient] = made
+        if self._is_stateful:
+            self._computed.add(gradient)
         self._num_gradients += 1
         self._check_loss(gradient, loss)
         return made
@@ -607,7 +623,7 @@ class _Again:
         while not server.is_begun and (source := server.life.source) is not None:
             server = self._servers[source.shard, source.life]
         where = f"version {server.at + 1} of shard {server.life.shard} cannot be made again"
-        for gradient in self._of(server):
+        for gradient in (each for g in self._of(server) for each in self._lacking(g)):
             for shard, base in enumerate(gradient.bases):
                 if base is None:
                     return (

@@ -11,6 +11,7 @@ had lost it is another one of the same number.
 """
 
 import bisect
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ class Point:
 
 @dataclass(eq=False, slots=True)
 class Computed:
-    """A gradient that went in somewhere."""
+    """A gradient, whatever became of it."""
 
     worker: int
     sequence: int
@@ -50,6 +51,8 @@ class Computed:
     """What it was computed on, of each shard; None: nobody wrote that down."""
     num_uses: int = 0
     """In how many shards' updates it is."""
+    before: "Computed | None" = None
+    """What its worker had computed before it."""
 
     def __str__(self) -> str:
         return f"step {self.sequence} of worker {self.worker}"
@@ -97,6 +100,8 @@ class Recorded:
     losses: Mapping[tuple[int, int], frozenset[float]]
     """Of a worker's step: what it wrote down, every time that it did it."""
     checkpoints: Sequence[Committed]
+    gradients: Sequence[Computed]
+    """All of them, also those that went in nowhere."""
 
     @classmethod
     def read(cls, events: Path, num_shards: int) -> "Recorded":
@@ -141,6 +146,8 @@ class _Reading:
         self._rejoins: dict[int, list[_Rejoin]] = defaultdict(list)
         self._losses: dict[tuple[int, int], set[float]] = defaultdict(set)
         self._checkpoints: list[Committed] = []
+        self._computed: dict[int, list[tuple[float, Computed]]] = defaultdict(list)
+        """By each worker, and when a server had it first."""
 
     def take(self, event: Event) -> None:
         match event:
@@ -193,8 +200,9 @@ class _Reading:
             self._lives[shard][number].updates[version] = [each for _, each in in_order]
         for lives in self._lives:
             _connect(lives)
+        gradients = [g for found in self._computed.values() for g in _chained(found)]
         losses = {step: frozenset(found) for step, found in self._losses.items()}
-        return Recorded(self._lives, losses, self._checkpoints)
+        return Recorded(self._lives, losses, self._checkpoints, gradients)
 
     def _settle(
         self,
@@ -202,12 +210,12 @@ class _Reading:
         tried: Mapping[int, _Arrival],
         arrived: dict[tuple[int, int, int], list[tuple[float, Computed]]],
     ) -> None:
-        """Put down a gradient in every update that it went into."""
+        """Put down a gradient, and in every update that it went into."""
         into = [arrival for arrival in tried.values() if arrival.made is not None]
-        if not into:
-            return
         bases = [self._base(key[0], shard, tried) for shard in range(len(self._lives))]
-        gradient = Computed(key[0], key[2], into[0].batch, bases, num_uses=len(into))
+        first = min(tried.values(), key=lambda arrival: arrival.at_s)
+        gradient = Computed(key[0], key[2], first.batch, bases, num_uses=len(into))
+        self._computed[key[0]].append((first.at_s, gradient))
         for arrival in into:
             shard, number, version = arrival.point.shard, arrival.point.life, arrival.made
             assert version is not None
@@ -255,6 +263,14 @@ class _Reading:
             return None
         lives = [life for life in self._lives[shard] if life.epoch == rejoin.former_epoch]
         return Point(shard, lives[-1].number, rejoin.seen_version) if lives else None
+
+
+def _chained(found: Sequence[tuple[float, Computed]]) -> list[Computed]:
+    """In the order in which their worker computed them, each with the one before."""
+    in_order = [gradient for _, gradient in sorted(found, key=lambda each: each[0])]
+    for before, gradient in itertools.pairwise(in_order):
+        gradient.before = before
+    return in_order
 
 
 def _connect(lives: Sequence[Life]) -> None:

@@ -88,6 +88,11 @@ def test_a_run_comes_out_as_it_was(
         ({"clip_norm": 0.1, "lying_worker": "1:-2x"}, "reply-apply"),
         ({"clip_value": 0.01, "overlap": True}, "apply-reply"),
         ({"devices": "cpu,cpu", "rule": "median"}, "sync"),
+        ({"local_steps": 3}, "sync"),
+        ({"local_steps": 3, "recipe": "rich"}, "ringmaster:2"),
+        ({"local_steps": 2, "overlap": True, "rule": "delayed-nesterov"}, "apply-reply"),
+        ({"local_steps": "4:auto", "slow_worker": "1:3x"}, "apply-reply"),
+        ({"compress": "int8"}, "apply-reply"),
         ({"clip_norm": 0.2}, "sync"),
         ({"clip_norm": 0.2, "servers": 2, "rule": "sum"}, "sync"),
         ({"backup_workers": 1, "partition": "tensors", "servers": 2}, "sync"),
@@ -96,10 +101,12 @@ def test_a_run_comes_out_as_it_was(
 def test_options_that_change_gradients_are_known(
     run_dir: Path, options: dict[str, Any], discipline: str
 ) -> None:
+    options = {"recipe": "plain", **options}
+    recipe = options["recipe"]
     train(run_dir, discipline=discipline, **options)
-    found = offbeat.replay(run_dir, recipe=RECIPES["plain"]())
+    found = offbeat.replay(run_dir, recipe=RECIPES[recipe]())
     assert found.is_same and all(same for _, same in found.checkpoints), found.lines()
-    assert found.num_checked > 30
+    assert found.num_checked > 15
 
 
 def test_a_run_that_went_on_is_one(run_dir: Path) -> None:
@@ -193,8 +200,7 @@ def test_events_that_are_missing_end_it_there(run_dir: Path) -> None:
     ("options", "message"),
     [
         ({"discipline": "lock-free"}, "lock-free applies gradients with no lock"),
-        ({"local_steps": 2}, "with local_steps 2 workers keep something that no event tells"),
-        ({"compress": "int8", "compress_always": True}, "with compress int8 workers keep"),
+        ({"compress": "int8", "compress_always": True}, "what codecs leave out of a gradient"),
     ],
 )
 def test_what_cannot_be_done_again_is_refused(
