@@ -155,7 +155,6 @@ class Course:
             while sum(self._go_on(server) for server in self._servers.values()):
                 self._tell()
         last = self._last_servers()
-        lacking = next((s for s in self._servers.values() if not s.is_done), None)
         checkpoints = [
             (checkpoint.version, self._is_same(checkpoint))
             for checkpoint in self._recorded.checkpoints
@@ -170,7 +169,7 @@ class Course:
             num_others=self._num_others,
             checkpoints=checkpoints,
             difference=self._difference,
-            stopped=None if lacking is None else self._why_not(lacking),
+            stopped=self._why_not(),
             took_s=time.monotonic() - began_s,
             state=self._state_dict([server.shard.params for server in last]),
             scores=self._score(last),
@@ -249,14 +248,10 @@ class Course:
         return base is not None and server is not None and server.has(base.version)
 
     def _update(self, server: Server) -> None:
-        shard, needs_base = server.life.shard, server.shard.rule.needs_base
-        found = []
+        shard, found = server.life.shard, []
         for gradient in self._of(server):
             base = gradient.bases[shard]
             assert base is not None, "its own server wrote it down"
-            params = None
-            if needs_base:
-                params = self._servers[shard, base.life].kept(base.version).params
             made = self._make(gradient)
             found.append(
                 Gradient(
@@ -266,7 +261,7 @@ class Course:
                     made.ints if shard == 0 else None,
                     worker=gradient.worker,
                     base_version=base.version,
-                    base=params,
+                    base=made.bases[shard] if server.shard.rule.needs_base else None,
                 )
             )
         lr = server.apply(found)
@@ -345,8 +340,17 @@ class Course:
         if other is not None:
             self._note(f"the checkpoint of version {other} is the first that is not the same")
 
-    def _why_not(self, server: Server) -> str:
-        """It cannot go on."""
+    def _why_not(self) -> str | None:
+        """Why it does not go on to the end; None: it has come there."""
+        for server in self._servers.values():
+            if not server.is_done:
+                return self._what_lacks(server)
+            life = server.life
+            if server.to == life.ends and life.updates and max(life.updates) > life.ends:
+                return f"version {life.ends + 1} of shard {life.shard} is in no event"
+        return None
+
+    def _what_lacks(self, server: Server) -> str:
         while not server.is_begun and (source := server.life.source) is not None:
             server = self._servers[source.shard, source.life]
         where = f"version {server.at + 1} of shard {server.life.shard} cannot be made again"

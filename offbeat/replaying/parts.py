@@ -42,6 +42,8 @@ class Made:
     present: Sequence[bool]
     floats: Tensor
     ints: Tensor
+    bases: Sequence[Tensor]
+    """The parameters that it was computed on, of each shard."""
 
 
 class Server:
@@ -156,7 +158,7 @@ class Seat:
             present = towers.take_gradient(slices, count)
             loss, _ = towers.wait()
         self._faults.pushing(slices)
-        return Made(slices, present, floats, ints), loss
+        return Made(slices, present, floats, ints, [base.params for base in bases]), loss
 
     def _compute_batches(self, gradient: Computed) -> int:
         """All batches of the step; returns how many examples the last one has."""

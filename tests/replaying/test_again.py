@@ -83,7 +83,7 @@ def test_a_run_comes_out_as_it_was(
 @pytest.mark.parametrize(
     ("options", "discipline"),
     [
-        ({"rule": "dc-asgd", "accumulate": 2}, "apply-reply"),
+        ({"rule": "dc-asgd", "accumulate": 2, "servers": 3}, "apply-reply"),
         ({"rule": "dana", "split": "shared"}, "bounded:1"),
         ({"clip_norm": 0.1, "lying_worker": "1:-2x"}, "reply-apply"),
         ({"clip_value": 0.01, "overlap": True}, "apply-reply"),
@@ -192,8 +192,17 @@ def test_events_that_are_missing_end_it_there(run_dir: Path) -> None:
     path.write_text("".join(line for line in lines if '"version": 40,' not in line))
     found = offbeat.replay(run_dir, recipe=RECIPES["plain"]())
     assert found.stopped is not None and not found.is_same and found.difference is None
-    assert "of shard 0 cannot be made again" in found.stopped
+    assert "of shard 0 cannot be made again" in found.stopped or "version 40 of" in found.stopped
     assert found.num_others == 0 and found.num_checked >= 35
+
+
+def test_a_version_that_is_missing_is_told(run_dir: Path) -> None:
+    train(run_dir, discipline="bounded:2")
+    path = run_dir / "events" / "ps-0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"version": 70,' not in line))
+    found = offbeat.replay(run_dir, recipe=RECIPES["plain"]())
+    assert found.stopped == "version 70 of shard 0 is in no event" and found.version == 69
 
 
 @pytest.mark.parametrize(
