@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.replaying.parts import Made, Seat, Server
+from offbeat.replaying.parts import Made, Seat, Server, codes
 from offbeat.replaying.recorded import Committed, Computed, Point, Recorded
 from offbeat.roles.evaluator import load_state
 from offbeat.roles.scoring import Scoring, score_line
@@ -95,7 +95,7 @@ class Course:
         self._seats: dict[int, Seat] = {}
         self._made: dict[Computed, Made] = {}
         self._computed: set[Computed] = set()
-        self._is_stateful = job.inner is not None
+        self._is_stateful = job.inner is not None or codes(job)
         """What a worker computes depends on what it has computed before."""
         self._uses: Counter[Computed] = Counter()
         self._num_gradients = self._num_updates = self._num_checked = self._num_others = 0

@@ -22,6 +22,7 @@ from offbeat.rules import Gradient
 from offbeat.run.checkpoint import digest_of
 from offbeat.run.job import Job
 from offbeat.shard import ShardState
+from offbeat.transport.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ class Seat:
         self._towers.train()
         never = threading.Event()
         self._faults = make_faults(job.config, rank, 1, clock=time.monotonic, stop=never)
+        self._codecs = [job.make_codec() if codes(job) else None for _ in job.slices]
         self._batches: Generator[StepBatch, None, None] | None = None
         self._next = 0
         """With which step, or batch, they go on."""
@@ -144,7 +146,7 @@ class Seat:
         """The gradient, and its loss."""
         towers, job = self._towers, self._job
         for (lo, hi), base in zip(job.slices, bases, strict=True):
-            towers.landing[lo:hi].copy_(base.params)
+            towers.landing[lo:hi].copy_(self._replied(base.params))
         towers.refresh()
         towers.read_buffers(bases[0].floats, bases[0].ints)
         first = gradient.bases[0]
@@ -156,9 +158,22 @@ class Seat:
             count = self._compute_batches(gradient)
             towers.write_buffers(floats, ints)
             present = towers.take_gradient(slices, count)
-            loss, _ = towers.wait()
+            loss, is_usable = towers.wait()
         self._faults.pushing(slices)
+        if is_usable:
+            self._code(slices)
         return Made(slices, present, floats, ints, [base.params for base in bases]), loss
+
+    def _replied(self, params: Tensor) -> Tensor:
+        """As they came."""
+        codec = self._job.make_reply_codec() if codes(self._job) else None
+        return params if codec is None else _carried(codec, params.clone())
+
+    def _code(self, slices: Sequence[Tensor]) -> None:
+        """As servers get them; what that leaves out goes with the next ones."""
+        for codec, values in zip(self._codecs, slices, strict=True):
+            if codec is not None:
+                values.copy_(_carried(codec, values))
 
     def _compute_batches(self, gradient: Computed) -> int:
         """All batches of the step; returns how many examples the last one has."""
@@ -193,6 +208,19 @@ class Seat:
     def close(self) -> None:
         if self._batches is not None:
             self._batches.close()
+
+
+def codes(job: Job) -> bool:
+    """Whether gradients and parameters travelled as codecs have them."""
+    return job.is_coded and (job.config.compress_always or job.facts.engine == "cluster")
+
+
+def _carried(codec: Codec, values: Tensor) -> Tensor:
+    """What comes of values, which may be used up, at the other end."""
+    said = torch.empty_like(values)
+    wire = torch.empty(codec.capacity(values.numel()), dtype=torch.uint8)
+    codec.decode(wire[: codec.encode(values, wire)], said)
+    return said
 
 
 @contextlib.contextmanager
