@@ -301,7 +301,7 @@ def _replay(known: argparse.Namespace) -> int:
         from offbeat.replaying.again import replay
         from offbeat.run.progress import say
 
-        names = ("to", "without_worker", "recipe", "data_dir", "out")
+        names = ("to", "until_nan", "without_worker", "recipe", "data_dir", "out")
         found = replay(known.run, say=say, **{name: getattr(known, name) for name in names})
         for line in found.lines():
             say(line)

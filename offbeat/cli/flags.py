@@ -234,10 +234,16 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder")
-    parser.add_argument(
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument(
         "--to", metavar="VERSION", type=_index, help="stop there (default: where the run ended)"
     )
-    parser.add_argument(
+    part.add_argument(
+        "--until-nan",
+        action="store_true",
+        help="stop at the first loss or gradient that is not finite, and say where that began",
+    )
+    part.add_argument(
         "--without-worker",
         metavar="RANK",
         type=_index,

@@ -34,6 +34,7 @@ def replay(
     run_dir: str | Path,
     *,
     to: int | None = None,
+    until_nan: bool = False,
     without_worker: int | None = None,
     recipe: str | Recipe | RecipeFunction | None = None,
     data_dir: str | None = None,
@@ -41,9 +42,11 @@ def replay(
     say: Callable[[str], None] = lambda line: None,
 ) -> Replayed:
     """Do a recorded run again; nothing is written into its folder. `to`: the version of every shard
-    to stop at. `without_worker`: leave out what this one has brought: what the run would have come
-    to, had the others done the same, which is no question of bits. `recipe`: the same one, where it
-    is not to be found where it was. `out`: where to write the weights that come out."""
+    to stop at. `until_nan`: stop where a loss or a gradient was no number for the first time, and
+    say where that began. `without_worker`: leave out what this one has brought: what the run would
+    have come to, had the others done the same, which is no question of bits. `recipe`: the same
+    one, where it is not to be found where it was. `out`: where to write the weights that come
+    out."""
     folder = RunFolder(Path(run_dir))
     job = _job_of(folder, recipe, data_dir, say)
     recorded = Recorded.read(folder.events, len(job.slices))
@@ -53,11 +56,16 @@ def replay(
         raise ConfigError(f"there is no worker {without_worker} of {job.config.workers}")
     if to is not None and any(to > max(life.ends for life in lives) for lives in recorded.lives):
         raise ConfigError(f"the run has no version {to} of every shard")
+    if until_nan and (to is not None or without_worker is not None):
+        raise ConfigError("until_nan says itself how far to go, and with all workers")
+    target = recorded.unusable if until_nan else None
+    if until_nan and target is None:
+        say("no loss and no gradient of this run was found not to be finite")
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)  # as servers have it
     try:
         with torch.random.fork_rng(devices=[]):
-            found = Course(job, recorded, to, without_worker, say).run()
+            found = Course(job, recorded, to, without_worker, say, target).run()
     finally:
         torch.set_num_threads(threads_before)
     if out is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.replaying.parts import Made, Seat, Server, codes
+from offbeat.replaying.parts import Kept, Made, Seat, Server, codes
 from offbeat.replaying.recorded import Committed, Computed, Point, Recorded
 from offbeat.roles.evaluator import load_state
 from offbeat.roles.scoring import Scoring, score_line
@@ -47,6 +47,8 @@ class Replayed:
     """Why it could not go on to the end, in words."""
     took_s: float
     state: dict[str, Tensor]
+    found: Sequence[str]
+    """What was seen where something was no number."""
     scores: Mapping[str, float]
     """On the test data, if there is any; of the moving average, where there is one."""
 
@@ -66,6 +68,7 @@ class Replayed:
                 f"to the bit as it was: {self.num_checked - self.num_others:,} of "
                 f"{self.num_checked:,} losses, {same} of {len(self.checkpoints)} checkpoints"
             )
+        found += self.found
         if self.difference is not None:
             found.append(f"the first difference: {self.difference}")
         if self.stopped is not None:
@@ -87,7 +90,9 @@ class Course:
         to: int | None,
         without: int | None,
         say: Callable[[str], None],
+        target: Computed | None = None,
     ) -> None:
+        """`target`: go as far as it takes to look at this gradient."""
         self._job = job
         self._recorded = recorded
         self._without = without
@@ -100,16 +105,18 @@ class Course:
         self._uses: Counter[Computed] = Counter()
         self._num_gradients = self._num_updates = self._num_checked = self._num_others = 0
         self._difference: str | None = None
-        self._servers = self._make_servers(to)
+        self._target = target
+        self._servers = self._make_servers(self._goals(to))
         self._said_s = time.monotonic()
 
-    def _make_servers(self, to: int | None) -> dict[tuple[int, int], Server]:
+    def _make_servers(self, goals: Sequence[Point] | None) -> dict[tuple[int, int], Server]:
         lives = [life for of_shard in self._recorded.lives for life in of_shard]
         wanted: dict[tuple[int, int], Counter[int]] = {
             (life.shard, life.number): Counter() for life in lives
         }
         for gradient in self._recorded.gradients:
-            if gradient.worker == self._without or not (gradient.num_uses or self._is_stateful):
+            is_wanted = gradient.num_uses or self._is_stateful or gradient is self._target
+            if gradient.worker == self._without or not is_wanted:
                 continue
             for base in gradient.bases:
                 if base is not None:
@@ -122,30 +129,40 @@ class Course:
             {checkpoint.shards[shard][0] for checkpoint in self._recorded.checkpoints}
             for shard in range(len(self._job.slices))
         ]
-        ends = self._ends(to)
+        ends = self._ends(goals)
         return {
             key: Server(self._job, life, ends[key], wanted[key], states[key], told[life.shard])
             for life in lives
             if (key := (life.shard, life.number)) in ends
         }
 
-    def _ends(self, to: int | None) -> dict[tuple[int, int], int]:
-        """How far each life is done again: those that led to where the run ended as far as that,
-        or as far as `to`; what was lost in between, too, since others may have computed on it."""
+    def _goals(self, to: int | None) -> list[Point] | None:
+        """Where to stop, at every shard; None: where the run ended."""
+        if self._target is not None:
+            return [base for base in self._target.bases if base is not None]
+        if to is None:
+            return None
+        found = []
+        for of_shard in self._recorded.lives:
+            life = of_shard[-1]
+            while not life.has(to):
+                assert life.source is not None, "some life has it"
+                life = of_shard[life.source.life]
+            found.append(Point(life.shard, life.number, to))
+        return found
+
+    def _ends(self, goals: Sequence[Point] | None) -> dict[tuple[int, int], int]:
+        """How far each life is done again; what was lost in between, too, since others may have
+        computed on it."""
         ends = {
             (life.shard, life.number): life.ends
             for of_shard in self._recorded.lives
             for life in of_shard
         }
-        if to is None:
-            return ends
-        for of_shard in self._recorded.lives:
-            life = of_shard[-1]
-            while not life.has(to):
-                assert life.source is not None, "some life has it"
+        for goal in goals or ():
+            for life in self._recorded.lives[goal.shard][goal.life + 1 :]:
                 ends.pop((life.shard, life.number))
-                life = of_shard[life.source.life]
-            ends[life.shard, life.number] = to
+            ends[goal.shard, goal.life] = goal.version
         return ends
 
     def run(self) -> Replayed:
@@ -154,6 +171,7 @@ class Course:
             stack.callback(self._close)
             while sum(self._go_on(server) for server in self._servers.values()):
                 self._tell()
+            found = self._look()
         last = self._last_servers()
         checkpoints = [
             (checkpoint.version, self._is_same(checkpoint))
@@ -170,10 +188,25 @@ class Course:
             checkpoints=checkpoints,
             difference=self._difference,
             stopped=self._why_not(),
+            found=found,
             took_s=time.monotonic() - began_s,
             state=self._state_dict([server.shard.params for server in last]),
             scores=self._score(last),
         )
+
+    def _look(self) -> list[str]:
+        """At the target, if there is one."""
+        target = self._target
+        if target is None or not self._can_have(target):
+            return []
+        for before in self._lacking(target)[:-1]:
+            self._compute(before)
+        on = " and ".join(map(str, target.bases))
+        told = f"{target} (batch {target.batch}), on {on}:"
+        return [
+            told,
+            *(f"  {line}" for line in self._seat(target).look(target, self._kept(target))),
+        ]
 
     def _state_dict(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
         first, model = self._last_servers()[0].shard, self._job.make_model()
@@ -289,19 +322,26 @@ class Course:
         return self._made[gradient]
 
     def _compute(self, gradient: Computed) -> Made:
-        if gradient.worker not in self._seats:
-            self._seats[gradient.worker] = Seat(self._job, gradient.worker)
-        points = [base for base in gradient.bases if base is not None]
-        servers = [self._servers[point.shard, point.life] for point in points]
-        kept = [s.kept(p.version) for s, p in zip(servers, points, strict=True)]
-        made, loss = self._seats[gradient.worker].compute(gradient, kept)
-        for server, point in zip(servers, points, strict=True):
-            server.used(point.version)
+        made, loss = self._seat(gradient).compute(gradient, self._kept(gradient))
+        for base in gradient.bases:
+            assert base is not None, "it could be had"
+            self._servers[base.shard, base.life].used(base.version)
         if self._is_stateful:
             self._computed.add(gradient)
         self._num_gradients += 1
         self._check_loss(gradient, loss)
         return made
+
+    def _seat(self, gradient: Computed) -> Seat:
+        """Its worker's."""
+        if gradient.worker not in self._seats:
+            self._seats[gradient.worker] = Seat(self._job, gradient.worker)
+        return self._seats[gradient.worker]
+
+    def _kept(self, gradient: Computed) -> list[Kept]:
+        """What it was computed on."""
+        bases = [base for base in gradient.bases if base is not None]
+        return [self._servers[base.shard, base.life].kept(base.version) for base in bases]
 
     def _check_loss(self, gradient: Computed, loss: float) -> None:
         """What its worker has written down, if it lived to do so."""

@@ -16,6 +16,7 @@ from offbeat.data.batches import StepBatch, batch_length
 from offbeat.errors import RunError
 from offbeat.place import at
 from offbeat.randomness import make_seed
+from offbeat.replaying.looking import largest, told, watching
 from offbeat.replaying.recorded import Computed, Life
 from offbeat.roles.faults import make_faults
 from offbeat.rules import Gradient
@@ -145,12 +146,7 @@ class Seat:
     def compute(self, gradient: Computed, bases: Sequence[Kept]) -> tuple[Made, float]:
         """The gradient, and its loss."""
         towers, job = self._towers, self._job
-        for (lo, hi), base in zip(job.slices, bases, strict=True):
-            towers.landing[lo:hi].copy_(self._replied(base.params))
-        towers.refresh()
-        towers.read_buffers(bases[0].floats, bases[0].ints)
-        first = gradient.bases[0]
-        towers.begin(0 if first is None else first.version)
+        self._take_in(gradient, bases)
         whole = torch.empty(job.manifest.num_elements)
         slices = [whole[lo:hi] for lo, hi in job.slices]
         floats, ints = torch.empty_like(bases[0].floats), torch.empty_like(bases[0].ints)
@@ -163,6 +159,36 @@ class Seat:
         if is_usable:
             self._code(slices)
         return Made(slices, present, floats, ints, [base.params for base in bases]), loss
+
+    def look(self, gradient: Computed, bases: Sequence[Kept]) -> list[str]:
+        """Compute it, and say where something is no number first."""
+        towers = self._towers
+        self._take_in(gradient, bases)
+        module = towers.model.module
+        found = [largest(module)]
+        with at(self._place), _threads(self._job.config.threads or 1):
+            for batch in self._batches_of(gradient):
+                self._seed(batch)
+                with watching(module) as seen:
+                    towers.compute(self._job.recipe.loss, towers.deal(batch.batch), eagerly=True)
+                found += told(batch, seen, towers.loss(), module)
+                if len(found) > 1 or batch.number == gradient.batch:
+                    break
+                towers.accumulate(batch_length(batch.batch))
+        return found
+
+    def _take_in(self, gradient: Computed, bases: Sequence[Kept]) -> None:
+        towers = self._towers
+        for (lo, hi), base in zip(self._job.slices, bases, strict=True):
+            towers.landing[lo:hi].copy_(self._replied(base.params))
+        towers.refresh()
+        towers.read_buffers(bases[0].floats, bases[0].ints)
+        first = gradient.bases[0]
+        towers.begin(0 if first is None else first.version)
+
+    def _seed(self, batch: StepBatch) -> None:
+        seed = make_seed(self._job.config.seed, "forward", self._rank, batch.number + 1)
+        self._towers.seed(seed)
 
     def _replied(self, params: Tensor) -> Tensor:
         """As they came."""
@@ -179,8 +205,7 @@ class Seat:
         """All batches of the step; returns how many examples the last one has."""
         batch, paces = None, self._job.config.paces
         for batch in self._batches_of(gradient):
-            seed = make_seed(self._job.config.seed, "forward", self._rank, batch.number + 1)
-            self._towers.seed(seed)
+            self._seed(batch)
             self._towers.compute(self._job.recipe.loss, self._towers.deal(batch.batch))
             count = batch_length(batch.batch)
             if batch.number == gradient.batch or (batch.ends_step and not paces):

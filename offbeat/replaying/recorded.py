@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offbeat.accounts import APPLIED
+from offbeat.accounts import APPLIED, REJECTED
 from offbeat.errors import RunDirError
 from offbeat.run.events import read_events
 
@@ -49,8 +49,12 @@ class Computed:
     """The last one of its step."""
     bases: Sequence[Point | None]
     """What it was computed on, of each shard; None: nobody wrote that down."""
+    at_s: float
+    """When a server had it first."""
     num_uses: int = 0
     """In how many shards' updates it is."""
+    is_unusable: bool = False
+    """Its loss, or an element of it, was no number."""
     before: "Computed | None" = None
     """What its worker had computed before it."""
 
@@ -103,6 +107,12 @@ class Recorded:
     gradients: Sequence[Computed]
     """All of them, also those that went in nowhere."""
 
+    @property
+    def unusable(self) -> Computed | None:
+        """The first one that was."""
+        found = [gradient for gradient in self.gradients if gradient.is_unusable]
+        return min(found, key=lambda gradient: gradient.at_s, default=None)
+
     @classmethod
     def read(cls, events: Path, num_shards: int) -> "Recorded":
         reading = _Reading(num_shards)
@@ -123,6 +133,7 @@ class _Arrival:
     batch: int
     lr: float | None
     norm: float | None
+    is_unusable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +157,7 @@ class _Reading:
         self._rejoins: dict[int, list[_Rejoin]] = defaultdict(list)
         self._losses: dict[tuple[int, int], set[float]] = defaultdict(set)
         self._checkpoints: list[Committed] = []
+        self._diverged: list[Event] = []
         self._computed: dict[int, list[tuple[float, Computed]]] = defaultdict(list)
         """By each worker, and when a server had it first."""
 
@@ -155,6 +167,8 @@ class _Reading:
                 self._push(event)
             case {"kind": "step", "loss": float(loss)}:
                 self._losses[event["worker"], event["step"]].add(loss)
+            case {"kind": "diverged"}:
+                self._diverged.append(event)
             case {"kind": "rejoin"} if event["epoch"] != event["former_epoch"]:
                 found = (event["at_s"], event["shard"], event["former_epoch"])
                 self._rejoins[event["worker"]].append(_Rejoin(*found, event["seen_version"]))
@@ -184,7 +198,8 @@ class _Reading:
         life = self._life(event["shard"])
         made = event["version"] if event["outcome"] == APPLIED else None
         point = Point(life.shard, life.number, event["base_version"])
-        more = event["batch"], event.get("lr"), event.get("norm")
+        is_unusable = event["outcome"] == REJECTED
+        more = event["batch"], event.get("lr"), event.get("norm"), is_unusable
         found = _Arrival(event["received_s"], point, made, *more)
         self._arrivals[event["worker"], event["incarnation"], event["sequence"]].append(found)
 
@@ -200,6 +215,8 @@ class _Reading:
             self._lives[shard][number].updates[version] = [each for _, each in in_order]
         for lives in self._lives:
             _connect(lives)
+        for event in self._diverged:
+            self._diverge(event)
         gradients = [g for found in self._computed.values() for g in _chained(found)]
         losses = {step: frozenset(found) for step, found in self._losses.items()}
         return Recorded(self._lives, losses, self._checkpoints, gradients)
@@ -214,7 +231,8 @@ class _Reading:
         into = [arrival for arrival in tried.values() if arrival.made is not None]
         bases = [self._base(key[0], shard, tried) for shard in range(len(self._lives))]
         first = min(tried.values(), key=lambda arrival: arrival.at_s)
-        gradient = Computed(key[0], key[2], first.batch, bases, num_uses=len(into))
+        is_unusable = any(arrival.is_unusable for arrival in tried.values())
+        gradient = Computed(key[0], key[2], first.batch, bases, first.at_s, len(into), is_unusable)
         self._computed[key[0]].append((first.at_s, gradient))
         for arrival in into:
             shard, number, version = arrival.point.shard, arrival.point.life, arrival.made
@@ -225,6 +243,18 @@ class _Reading:
                 life.rates[version] = arrival.lr
             if arrival.norm is not None:
                 life.norms[version] = arrival.norm
+
+    def _diverge(self, event: Event) -> None:
+        """A gradient that was never sent, in the last life of every server."""
+        bases = [
+            Point(shard, lives[-1].number, version)
+            for shard, (lives, version) in enumerate(
+                zip(self._lives, event["base_versions"], strict=True)
+            )
+        ]
+        worker, at_s = event["worker"], event["at_s"]
+        found = Computed(worker, event["step"], event["batch"], bases, at_s, is_unusable=True)
+        self._computed[worker].append((at_s, found))
 
     def _tries(self, worker: int, arrivals: Sequence[_Arrival]) -> Iterator[dict[int, _Arrival]]:
         """Those that are of one gradient: a worker computes it again only when it has found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Spiced, toy_recipe
+from helpers import Spiced, toy_data, toy_recipe
 from processes import LocalRun
 from torch import nn
 
@@ -166,6 +166,68 @@ def test_the_first_gradient_that_differs_is_named(run_dir: Path) -> None:
     assert [same for version, same in found.checkpoints if version < 30] != []
     assert all(same for version, same in found.checkpoints if version < 30)
     assert not found.checkpoints[-1][1]
+
+
+class Root(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 30).sqrt()
+
+
+def rooted() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 7), Root(), nn.Linear(7, 3))
+
+
+def with_an_outlier(config: Any) -> Any:
+    x, y = toy_data()
+    x[17] *= 1000
+    return (x, y), (x, y)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
+def test_where_a_loss_became_nan_is_found(run_dir: Path, discipline: str, servers: int) -> None:
+    recipe = toy_recipe(model=rooted, data=with_an_outlier)
+    given: dict[str, Any] = {"discipline": discipline, "engine": "inproc", "workers": 2}
+    with pytest.raises(offbeat.RunError, match="the loss became"):
+        offbeat.train(recipe, run_dir=str(run_dir), quiet=True, servers=servers, **given)
+    found = offbeat.replay(run_dir, until_nan=True, recipe=recipe)
+    assert found.is_same, found.lines()
+    assert "of worker" in found.found[0] and "on version" in found.found[0]
+    assert found.found[1].startswith("  the largest number of its parameters is 0.")
+    assert "the first output that is not finite is that of 1 (Root): " in found.found[2]
+    assert found.found[3] == "  its loss is nan"
+
+
+def test_where_a_gradient_became_nan_is_found(run_dir: Path) -> None:
+    """One that was refused, in a run that went on."""
+    marked = toy_recipe().data(None)[0][0][17]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        if torch.is_grad_enabled() and bool((batch[0] == marked).all(-1).any()):
+            root = (model[2].bias - model[2].bias.detach()).sum().abs().sqrt()
+            value = value + root  # its derivative is infinite at 0
+        return value
+
+    recipe = toy_recipe(loss=loss, epochs=1)
+    given: dict[str, Any] = {"discipline": "apply-reply", "engine": "inproc", "workers": 2}
+    summary = offbeat.train(recipe, run_dir=str(run_dir), quiet=True, **given).summary
+    assert summary["rejected"] == 1
+    found = offbeat.replay(run_dir, until_nan=True, recipe=recipe)
+    assert found.is_same and found.num_gradients < 24
+    assert found.found[-1].endswith("and the gradient is not finite in: 2.bias (3 of 3)")
+    whole = offbeat.replay(run_dir, recipe=recipe)
+    assert whole.is_same and not whole.found
+
+
+def test_where_nothing_became_nan_that_is_said(run_dir: Path) -> None:
+    train(run_dir, discipline="sync")
+    said: list[str] = []
+    found = offbeat.replay(run_dir, until_nan=True, recipe=RECIPES["plain"](), say=said.append)
+    assert said == ["no loss and no gradient of this run was found not to be finite"]
+    assert found.is_same and not found.found and found.version == 24
+    with pytest.raises(ConfigError, match="until_nan says itself how far to go"):
+        offbeat.replay(run_dir, until_nan=True, to=3, recipe=RECIPES["plain"]())
 
 
 def test_a_checkpoint_that_differs_is_named(run_dir: Path) -> None:
