@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offbeat.recipes.base import Recipe, accuracy
     from offbeat.recipes.callbacks import Callback
     from offbeat.recipes.metrics import metric
+    from offbeat.replaying.again import replay
     from offbeat.schedules import schedule
 
 _HOME = {
@@ -70,6 +71,7 @@ _HOME = {
     "optimizer": "optim",
     "plateau": "decline",
     "rank": "place",
+    "replay": "replaying.again",
     "resume": "api",
     "schedule": "schedules",
     "seed": "loops.distribute",
@@ -112,6 +114,7 @@ __all__ = [
     "optimizer",
     "plateau",
     "rank",
+    "replay",
     "resume",
     "schedule",
     "seed",

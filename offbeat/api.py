@@ -173,6 +173,24 @@ def _check_format(file: Path) -> None:
         )
 
 
+def recipe_of(
+    config: TrainConfig,
+    described: Mapping[str, Any],
+    recipe: str | Recipe | RecipeFunction | None,
+    tell: Callable[[str], None],
+) -> Recipe:
+    """A recorded run's; `recipe`: the same one, where it is not to be found where it was. `tell`
+    is told of a file that has changed."""
+    if recipe is None or isinstance(recipe, str):
+        kept = RecipeFile.kept(described)
+        found = find_again(recipe or config.recipe, kept, is_given=recipe is not None)
+        recipe = found.recipe
+        if found.change is not None:
+            tell(found.change)
+    made, _ = make_recipe(recipe, config.recipe, config.set)
+    return made
+
+
 def evaluate(
     run_dir: str | Path,
     *,
@@ -199,14 +217,8 @@ def evaluate(
         eval_skipped=False,
     )
     log = logging.getLogger("offbeat.eval")
-    if recipe is None or isinstance(recipe, str):
-        kept = RecipeFile.kept(described)
-        found = find_again(recipe or config.recipe, kept, is_given=recipe is not None)
-        recipe = found.recipe
-        if found.change is not None:
-            log.warning(found.change)
-    recipe, _ = make_recipe(recipe, config.recipe, config.set)
-    job = rejoin_job(config, recipe, Facts(**described["job"]), {}, needs=["test"])
+    made = recipe_of(config, described, recipe, log.warning)
+    job = rejoin_job(config, made, Facts(**described["job"]), {}, needs=["test"])
     if job.test is None:
         raise RecipeError(f"the recipe {config.recipe} has no test data: there is nothing to score")
     scores: list[float] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.bench.processes import TIMEOUT_S
-from offbeat.bench.rig import CALIBRATION_STEPS, Rig, options_for, rate
+from offbeat.bench.rig import CALIBRATION_STEPS, Rig, options_for
 from offbeat.bench.tables import Row, short
 from offbeat.cluster.rays import LOCAL, joined
 from offbeat.config import make_config
@@ -40,15 +40,13 @@ def engines(
             rig = Rig(place, more, forks, timeout_s=TIMEOUT_S + 10 * seconds)
             rigs[engine] = stack.enter_context(contextlib.closing(rig))
         steps = {
-            (discipline, engine): rigs[engine].steps_for(
-                discipline, seconds, CALIBRATION_STEPS[recipe]
-            )
-            for discipline, engine in cases
+            engine: {d: rig.steps_for(d, seconds, CALIBRATION_STEPS[recipe]) for d in disciplines}
+            for engine, rig in rigs.items()
         }
         for number in range(1, 1 + rounds):
             for discipline, engine in cases:
                 found = rates[discipline, engine]
-                found.append(rate(rigs[engine].run(discipline, steps[discipline, engine])))
+                found.append(rigs[engine].rate(discipline, steps[engine]))
                 line = f"round {number} of {rounds}: {discipline}, {engine} {short(found[-1])}/s"
                 print(line, file=sys.stderr, flush=True)
     rows: list[Row] = []

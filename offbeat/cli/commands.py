@@ -296,6 +296,18 @@ def _eval(known: argparse.Namespace) -> int:
     return 0
 
 
+def _replay(known: argparse.Namespace) -> int:
+    with signals_as_ctrl_c():
+        from offbeat.replaying.again import replay
+        from offbeat.run.progress import say
+
+        names = ("to", "until_nan", "without_worker", "recipe", "data_dir", "out")
+        found = replay(known.run, say=say, **{name: getattr(known, name) for name in names})
+        for line in found.lines():
+            say(line)
+    return 0 if found.is_same else 1
+
+
 def _role(known: argparse.Namespace) -> int:
     if CONTROL_VARIABLE in os.environ:
         return _fork_server() if known.role == FORK_SERVER else _role_of_engine(known)
@@ -575,6 +587,7 @@ _COMMANDS = {
     "launch": _launch,
     "report": _report,
     "eval": _eval,
+    "replay": _replay,
     "export": _export,
     "role": _role,
     "cluster": _cluster,

@@ -232,6 +232,28 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         _add_option(parser, name, None, options()[name].metadata)
 
 
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument(
+        "--to", metavar="VERSION", type=_index, help="stop there (default: where the run ended)"
+    )
+    part.add_argument(
+        "--until-nan",
+        action="store_true",
+        help="stop at the first loss or gradient that is not finite, and say where that began",
+    )
+    part.add_argument(
+        "--without-worker",
+        metavar="RANK",
+        type=_index,
+        help="leave out what this one has brought; the others do what they did",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the weights there, as safetensors")
+    for name in ("recipe", "data_dir"):
+        _add_option(parser, name, None, options()[name].metadata)
+
+
 def _add_role(parser: argparse.ArgumentParser) -> None:
     parser.argument_default = argparse.SUPPRESS
     known = ", ".join(ROLES)
@@ -598,6 +620,13 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers 
         "score a run's newest checkpoint",
         "Score the newest checkpoint of a run on its test data; never trains.",
         _add_eval,
+    ),
+    "replay": (
+        "do a recorded run again, gradient by gradient",
+        "Compute every gradient of a recorded run again, in one process, apply them in the "
+        "recorded order, and compare losses and checkpoints to the bit. Nothing is written into "
+        "the run's folder.",
+        _add_replay,
     ),
     "role": (
         "be one process of a run",

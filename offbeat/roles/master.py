@@ -42,6 +42,7 @@ from offbeat.run.checkpoint import (
     newest_checkpoint,
     prune_checkpoints,
     save_checkpoint,
+    shard_digests,
 )
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
@@ -467,10 +468,12 @@ class Master:
             optimizer=self.job.optimizer.classes,
         )
         path = save_checkpoint(self._folder.checkpoints, checkpoint)
+        digests = shard_digests(path)
         prune_checkpoints(self._folder.checkpoints, self.job.config.keep)
         self._last_versions = [s.version for s in snapshots]
-        at_s = self._clock()
-        self._events.record("run", phase="checkpoint", version=checkpoint.version, at_s=at_s)
+        shards = list(zip(self._last_versions, digests, strict=True))
+        more = {"shards": shards, "at_s": self._clock()}
+        self._events.record("run", phase="checkpoint", version=checkpoint.version, **more)
         self.log.info("committed %s", path.name)
 
     def _newest_name(self) -> str | None:

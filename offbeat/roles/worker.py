@@ -280,7 +280,7 @@ class Worker:
             self._forward_seed(last.number + 1)
         step.loss, is_usable = self.towers.wait()
         step.norm = self.towers.norm
-        self._check_loss(step, last.batch)
+        self._check_loss(step, last, versions)
         if is_told or not self._overlaps:
             self._hold_up(step)
         computed_s = self._clock()
@@ -403,10 +403,13 @@ class Worker:
             self.towers.seed(seed, captured_only=not self._seeds_torch)
         self.towers.compute(self.job.recipe.loss, self.towers.deal(batch.batch), eagerly=eagerly)
 
-    def _check_loss(self, step: _Step, batch: Batch) -> None:
+    def _check_loss(self, step: _Step, last: StepBatch, versions: Sequence[int]) -> None:
         loss = step.loss
         if not math.isfinite(loss):
-            batches: Iterable[Batch] | None = [batch]
+            computed = {"step": self.step, "batch": last.number, "base_versions": list(versions)}
+            at_s = self._clock()
+            self._events.record("diverged", worker=self.rank, **computed, at_s=at_s)
+            batches: Iterable[Batch] | None = [last.batch]
             if self.towers.is_told or self.job.config.batches_per_step > 1:
                 # it is not the only one, or the next one may have been put into its place
                 batches = self._made_again(step.num_batches)

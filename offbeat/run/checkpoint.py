@@ -190,6 +190,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     return final
 
 
+def shard_digests(path: Path) -> list[str]:
+    """The SHA-256 of each shard's file in a checkpoint."""
+    described = json.loads(_read(path / "manifest.json"))
+    return [described["files"][f"shard-{k}.safetensors"] for k in range(len(described["shards"]))]
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """One checkpoint, every byte of it checked; a CheckpointError names the file that is bad."""
     text = _read(path / "manifest.json")
@@ -294,9 +300,17 @@ def _accounts(entry: Mapping[str, Any]) -> Accounts:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    raw = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
-    _write(path, raw)
+    _write(path, raw := _as_bytes(tensors))
     return _sha256(raw)
+
+
+def digest_of(state: ShardState) -> str:
+    """The SHA-256 of the file that it would be in."""
+    return _sha256(_as_bytes(state.tensors))
+
+
+def _as_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def _write(path: Path, raw: bytes) -> None:

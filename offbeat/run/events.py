@@ -10,6 +10,8 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            where the server clips (below); where there are no servers by each worker, of its own
     step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
            exchange_s, and with --clip-norm the gradient's norm before it was clipped
+    diverged by a worker whose loss is no number any more: worker, step, batch (its last one), and
+           base_versions, of each shard: what it was computed on; at_s
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
            only the connection broke), version, seen_version, at_s
     score  by the evaluator: version, metric (null: NaN or infinite), count, at_s, every (of how
@@ -19,8 +21,9 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
            process), placed (on Ray: role, index, node, host, pid) and end (status, reason) by the
            engine;
-           checkpoint (version) and books (shards: version and accounts, as in the last
-           checkpoint; see ledger.py) by the master; load (shard, epoch, version) by a server;
+           checkpoint (version; shards: of each its version, and the SHA-256 of its file) and
+           books (shards: version and accounts, as in the last checkpoint; see ledger.py) by the
+           master; load (shard, epoch, version) by a server;
            fall, of a learning rate that goes by scores: at which version, by the master, and by
            each server (shard); at_s
 

@@ -289,19 +289,19 @@ def test_when_restarts_are_used_up_a_line_says_who_died_and_how_to_go_on(
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     start: Callable[..., LocalRun], number: signal.Signals
 ) -> None:
-    flags = ("--steps", "800", "--eval-every", "0", "--checkpoint-every", "800")
+    flags = ("--steps", "400", "--eval-every", "0", "--checkpoint-every", "400")
     run = start(*flags)
-    run.wait_for_steps(100)
+    run.wait_for_steps(50)
     run.process.send_signal(number)
     assert run.wait() == 130, run.text()
     assert "killed" not in run.text() and leftovers(run.run_dir) == []
-    assert 100 <= newest_checkpoint(run.run_dir / "checkpoints").version < 800
+    assert 50 <= newest_checkpoint(run.run_dir / "checkpoints").version < 400
     resumed, whole = start("--resume", str(run.run_dir)), start(*flags, run="whole")
     assert (resumed.wait(), whole.wait()) == (0, 0), resumed.text()
     mine, theirs = offbeat.load(run.run_dir), offbeat.load(whole.run_dir)
     for name, value in mine.items():
         assert torch.equal(value, theirs[name]), name
-    assert run.summary()["updates"] == 800 and run.summary()["not_kept"] == 0
+    assert run.summary()["updates"] == 400 and run.summary()["not_kept"] == 0
 
 
 def test_it_goes_on_what_sync_began_and_ends_when_it_is_good_enough(train: Train) -> None:

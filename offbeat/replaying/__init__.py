@@ -1,0 +1,1 @@
+"""A recorded run, done again: what its events say, and the same arithmetic in the same order."""
