@@ -177,7 +177,7 @@ def _results(findings: Findings) -> Section:
     header = ["setting", "discipline", "n", *(f"test {name} (± sd)" for name in metrics)]
     if goal.target is not None:
         header += [f"s to {goal.words}", f"gradients to {goal.words}"]
-    header += ["s of training", "gradients/s", "speed-up", "bytes a gradient: up", "down"]
+    header += ["s of training", "gradients/s", "speed-up"]
     header += ["staleness: mean", "p95", "max"]
     rows = []
     for group in findings.groups:
@@ -193,7 +193,6 @@ def _results(findings: Findings) -> Section:
             _mean_and_range(group.sample(lambda run: run.train_time_s)),
             _mean_and_range(group.rate),
             _mean_and_range(findings.speed_up(group)),
-            *_bytes(group),
         ]
         stale = staleness_summary(sum(group.staleness.values(), Counter()))
         rows.append((*row, *(short(stale[key]) for key in ("mean", "p95", "max"))))
@@ -203,7 +202,11 @@ def _results(findings: Findings) -> Section:
         "for every discipline alike. The speed-up is that of gradients/s over one worker with the "
         "same seed."
     )
-    return Section("All of them", text, (Table(tuple(header), tuple(rows)),))
+    sizes = tuple(
+        (in_words(group.setting), group.variant, *_bytes(group)) for group in findings.groups
+    )
+    of_bytes = Table(("setting", "discipline", "bytes a gradient: up", "down"), sizes)
+    return Section("All of them", text, (Table(tuple(header), tuple(rows)), of_bytes))
 
 
 def _bytes(group: Group) -> tuple[str, str]:
