@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.replaying.parts import Kept, Made, Seat, Server, codes
+from offbeat.replaying.parts import Kept, Made, Revival, Seat, codes
 from offbeat.replaying.recorded import Committed, Computed, Point, Recorded
 from offbeat.roles.evaluator import load_state
 from offbeat.roles.scoring import Scoring, score_line
@@ -106,10 +106,10 @@ class Course:
         self._num_gradients = self._num_updates = self._num_checked = self._num_others = 0
         self._difference: str | None = None
         self._target = target
-        self._servers = self._make_servers(self._goals(to))
+        self._revivals = self._make_revivals(self._goals(to))
         self._said_s = time.monotonic()
 
-    def _make_servers(self, goals: Sequence[Point] | None) -> dict[tuple[int, int], Server]:
+    def _make_revivals(self, goals: Sequence[Point] | None) -> dict[tuple[int, int], Revival]:
         lives = [life for of_shard in self._recorded.lives for life in of_shard]
         wanted: dict[tuple[int, int], Counter[int]] = {
             (life.shard, life.number): Counter() for life in lives
@@ -131,7 +131,7 @@ class Course:
         ]
         ends = self._ends(goals)
         return {
-            key: Server(self._job, life, ends[key], wanted[key], states[key], told[life.shard])
+            key: Revival(self._job, life, ends[key], wanted[key], states[key], told[life.shard])
             for life in lives
             if (key := (life.shard, life.number)) in ends
         }
@@ -169,10 +169,10 @@ class Course:
         began_s = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            while sum(self._go_on(server) for server in self._servers.values()):
+            while sum(self._go_on(server) for server in self._revivals.values()):
                 self._tell()
             found = self._look()
-        last = self._last_servers()
+        last = self._last_of_each()
         checkpoints = [
             (checkpoint.version, self._is_same(checkpoint))
             for checkpoint in self._recorded.checkpoints
@@ -209,11 +209,11 @@ class Course:
         ]
 
     def _state_dict(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
-        first, model = self._last_servers()[0].shard, self._job.make_model()
+        first, model = self._last_of_each()[0].shard, self._job.make_model()
         whole = torch.cat(list(params))
         return self._job.manifest.state_dict(whole, first.floats, first.ints, model.frozen())
 
-    def _score(self, last: Sequence[Server]) -> Mapping[str, float]:
+    def _score(self, last: Sequence[Revival]) -> Mapping[str, float]:
         if self._job.test is None:
             return {}
         shards = [server.shard for server in last]
@@ -226,14 +226,14 @@ class Course:
         for seat in self._seats.values():
             seat.close()
 
-    def _last_servers(self) -> list[Server]:
+    def _last_of_each(self) -> list[Revival]:
         """Of each shard the last one that has begun: that in which the replay ends."""
         return [
             max((s for s in lives if s.is_begun), key=lambda server: server.life.number)
             for lives in map(self._lives_of, range(len(self._job.slices)))
         ]
 
-    def _go_on(self, server: Server) -> bool:
+    def _go_on(self, server: Revival) -> bool:
         """Make all updates of it that can be made by now; whether there was any."""
         if not server.is_begun and not self._begin(server):
             return False
@@ -243,19 +243,19 @@ class Course:
             moved = True
         return moved
 
-    def _of(self, server: Server) -> list[Computed]:
+    def _of(self, server: Revival) -> list[Computed]:
         """The gradients of its next update, in the order in which they are added up."""
         found = [gradient for gradient in server.next() if gradient.worker != self._without]
         if self._job.facts.in_rounds:
             found.sort(key=lambda gradient: gradient.worker)
         return found
 
-    def _begin(self, server: Server) -> bool:
+    def _begin(self, server: Revival) -> bool:
         life = server.life
         if life.source is None:
             server.begin(self._job.initial_state(life.shard, self._job.make_model()))
             return True
-        before = self._servers[life.shard, life.source.life]
+        before = self._revivals[life.shard, life.source.life]
         state = before.states.get(life.source.version)
         if state is not None:
             server.begin(state)
@@ -277,10 +277,10 @@ class Course:
         return found[::-1]
 
     def _has(self, base: Point | None) -> bool:
-        server = None if base is None else self._servers.get((base.shard, base.life))
+        server = None if base is None else self._revivals.get((base.shard, base.life))
         return base is not None and server is not None and server.has(base.version)
 
-    def _update(self, server: Server) -> None:
+    def _update(self, server: Revival) -> None:
         shard, found = server.life.shard, []
         for gradient in self._of(server):
             base = gradient.bases[shard]
@@ -310,7 +310,7 @@ class Course:
             if self._uses[gradient] == gradient.num_uses:
                 del self._made[gradient], self._uses[gradient]
 
-    def _of_version(self, server: Server, version: int) -> list[Computed]:
+    def _of_version(self, server: Revival, version: int) -> list[Computed]:
         return [g for g in server.life.updates[version] if g.worker != self._without]
 
     def _make(self, gradient: Computed) -> Made:
@@ -325,7 +325,7 @@ class Course:
         made, loss = self._seat(gradient).compute(gradient, self._kept(gradient))
         for base in gradient.bases:
             assert base is not None, "it could be had"
-            self._servers[base.shard, base.life].used(base.version)
+            self._revivals[base.shard, base.life].used(base.version)
         if self._is_stateful:
             self._computed.add(gradient)
         self._num_gradients += 1
@@ -341,7 +341,7 @@ class Course:
     def _kept(self, gradient: Computed) -> list[Kept]:
         """What it was computed on."""
         bases = [base for base in gradient.bases if base is not None]
-        return [self._servers[base.shard, base.life].kept(base.version) for base in bases]
+        return [self._revivals[base.shard, base.life].kept(base.version) for base in bases]
 
     def _check_loss(self, gradient: Computed, loss: float) -> None:
         """What its worker has written down, if it lived to do so."""
@@ -365,8 +365,8 @@ class Course:
             for shard, (version, _) in enumerate(checkpoint.shards)
         )
 
-    def _lives_of(self, shard: int) -> list[Server]:
-        return [server for server in self._servers.values() if server.life.shard == shard]
+    def _lives_of(self, shard: int) -> list[Revival]:
+        return [server for server in self._revivals.values() if server.life.shard == shard]
 
     def _is_same(self, checkpoint: Committed) -> bool:
         """Whether some life of every shard has come to its digest."""
@@ -382,7 +382,7 @@ class Course:
 
     def _why_not(self) -> str | None:
         """Why it does not go on to the end; None: it has come there."""
-        for server in self._servers.values():
+        for server in self._revivals.values():
             if not server.is_done:
                 return self._what_lacks(server)
             life = server.life
@@ -390,9 +390,9 @@ class Course:
                 return f"version {life.ends + 1} of shard {life.shard} is in no event"
         return None
 
-    def _what_lacks(self, server: Server) -> str:
+    def _what_lacks(self, server: Revival) -> str:
         while not server.is_begun and (source := server.life.source) is not None:
-            server = self._servers[source.shard, source.life]
+            server = self._revivals[source.shard, source.life]
         where = f"version {server.at + 1} of shard {server.life.shard} cannot be made again"
         for gradient in (each for g in self._of(server) for each in self._lacking(g)):
             for shard, base in enumerate(gradient.bases):
@@ -412,6 +412,6 @@ class Course:
         if time.monotonic() < self._said_s + SAY_EVERY_S:
             return
         self._said_s = time.monotonic()
-        done = sum(server.at - server.life.begins for server in self._servers.values())
-        todo = sum(server.to - server.life.begins for server in self._servers.values())
+        done = sum(server.at - server.life.begins for server in self._revivals.values())
+        todo = sum(server.to - server.life.begins for server in self._revivals.values())
         self._say(f"update {done:,}/{todo:,}")

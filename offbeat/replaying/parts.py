@@ -48,8 +48,8 @@ class Made:
     """The parameters that it was computed on, of each shard."""
 
 
-class Server:
-    """A shard in one of its lives, as far as that is done again."""
+class Revival:
+    """A server's life, as far as that is done again: its shard."""
 
     def __init__(
         self, job: Job, life: Life, to: int, wanted: Counter[int], states: set[int], told: set[int]
