@@ -26,7 +26,7 @@ import offbeat
 
 pytestmark = pytest.mark.ray
 
-SLOWLY = ("--slow-worker", "0:20x,1:20x", "--checkpoint-every", "20")
+SLOWLY = ("--slow-worker", "0:40x,1:40x", "--checkpoint-every", "20")
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +80,9 @@ def test_a_worker_and_a_server_that_are_killed_come_back(
     assert "server 1 died: starting it again (1 of 3)" in run.text()
     loads = [e for e in run.events("run") if e["phase"] == "load" and e["shard"] == 1]
     assert [e["epoch"] for e in loads] == [0, 1]
-    assert run.num_steps(0) >= 200 and run.num_steps(1) >= 180, "a few are not written down"
-    assert run.summary()["status"] == "finished"
+    summary = run.summary()
+    assert summary["status"] == "finished"
+    assert summary["kept"][0]["gradients"] == 400, "all that both had to do"
 
 
 @pytest.mark.parametrize("discipline", ["sync", "lock-free"])
@@ -173,8 +174,13 @@ def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
     has room for the server besides, so that the other one is large enough wherever that is."""
     large = [nodes.add(CPUS_EACH + 2) for _ in range(2)]
     each = ("--cpus-per-worker", str(CPUS_EACH + 1))
-    slowly = ("--slow-worker", "0:20x", "--checkpoint-every", "20")
-    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "100", *each, *slowly)
+    slowly = (
+        "--slow-worker",
+        "0:60x",
+        "--checkpoint-every",
+        "20",
+    )  # longer than it takes to notice
+    run = RayRun(tmp_path, nodes, "--workers", "1", "--steps", "300", *each, *slowly)
     run.wait_for_steps(30, 0)
     there = run.placed()["master-0"]["node"]
     assert there in large
@@ -183,7 +189,7 @@ def test_the_master_dies_with_its_node(tmp_path: Path, nodes: RayNodes) -> None:
     assert "the master died with its node: starting it again" in run.text()
     assert run.placed()["master-0"]["node"] in large
     assert run.summary()["status"] == "finished"
-    assert run.summary()["kept"][0]["applied"] == 100
+    assert run.summary()["kept"][0]["applied"] == 300
 
 
 PROGRAM = """
@@ -284,7 +290,7 @@ def test_a_node_that_does_not_see_the_folder_tells_what_it_would_write(
 def test_more_workers_join_as_the_cluster_grows(tmp_path: Path, nodes: RayNodes) -> None:
     doomed = next(node for node in nodes.nodes if node != nodes.head())
     nodes.kill(doomed)  # what is left has room for a server and three workers
-    slowly = ("--slow-worker", "0:20x,1:20x,2:20x", "--steps", "600")
+    slowly = ("--slow-worker", "0:40x,1:40x,2:40x", "--steps", "600")
     run = RayRun(tmp_path, nodes, "--workers", "2..4", *slowly)
     run.wait_until_placed("worker-2")
     assert "worker-3" not in run.placed()
