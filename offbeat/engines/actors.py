@@ -303,6 +303,13 @@ class RayEngine(SupervisedEngine):
         return self.job.config.most_workers is not None and member.role == "worker"
 
     def _end_processes(self, processes: Collection[Process]) -> None:
+        """Ray says of an actor that it is dead before its process is; and one that is alive when
+        its line is broken ends the run in order, which may be another one's by then."""
+        for process in processes:
+            process.tell({"die": True})
+        for process in processes:
+            if process.line is not None:
+                _await_end(process.line)
         super()._end_processes(processes)
         for process in processes:
             self._places.pop(process.member, None)
@@ -402,6 +409,14 @@ class _Actor(Running):
         except self._ray.exceptions.RayError as error:
             return None if has_left else _how(error)
         return None if has_left else "ended before it was through"
+
+
+def _await_end(line: socket.socket) -> None:
+    """Until the other side is gone; what it still has to say nobody waits for."""
+    line.settimeout(END_TIMEOUT_S)
+    with contextlib.suppress(OSError):  # it was gone before, or takes too long: it is killed next
+        while line.recv(1 << 16):
+            pass
 
 
 def _how(error: Exception) -> str:
