@@ -320,20 +320,26 @@ def test_processes_dropout_and_a_death(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_rounds_with_deaths_of_all_kinds_come_out_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("a_server_dies", [False, True])
+def test_rounds_with_deaths_come_out_as_they_were(tmp_path: Path, a_server_dies: bool) -> None:
+    """What a server that is killed had not written down yet nobody knows: there it may end."""
     flags = ("--discipline", "sync", "--workers", "4", "--servers", "2", "--steps", "120")
     slow = ("--slow-worker", "0:20x,1:20x,2:20x,3:20x", "--checkpoint-every", "25")
     run = LocalRun(tmp_path, *flags, *slow, "--kill-worker", "1@30", recipe="dropout")
     run.wait_for_steps(45, 0)
-    run.kill("ps --index 1")
+    if a_server_dies:
+        run.kill("ps --index 1")
     run.wait_for_steps(80, 0)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()
     on = LocalRun(tmp_path, "--resume", str(run.run_dir), run="on")
     assert on.wait() == 0, on.text()
     found = offbeat.replay(run.run_dir)
-    assert found.is_same and all(same for _, same in found.checkpoints), found.lines()
-    assert found.num_gradients > 400 and len(found.checkpoints) > 8
+    assert found.difference is None and all(same for _, same in found.checkpoints), found.lines()
+    if found.stopped is None:
+        assert found.num_gradients > 400 and len(found.checkpoints) > 8
+    else:
+        assert a_server_dies and "events are missing" in found.stopped
 
 
 def test_the_command_says_what_came_of_it(
