@@ -169,6 +169,7 @@ class Course:
         began_s = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
+            # all of them each time, not up to the first that moves: what is kept stays little
             while sum(self._go_on(server) for server in self._revivals.values()):
                 self._tell()
             found = self._look()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def largest(module: nn.Module) -> str:
     most = {
         name: float(p.detach().abs().max()) for name, p in module.named_parameters() if p.numel()
     }
-    name = max(most, key=lambda name: (most[name] != most[name], most[name]))
+    name = max(most, key=lambda name: (math.isnan(most[name]), most[name]))
     return f"the largest number of its parameters is {most[name]:g}, in {name}"
 
 
@@ -53,7 +54,7 @@ def told(batch: StepBatch, seen: Sequence[str], loss: float, module: nn.Module) 
         lines.append(f"{bad:,} of the {count:,} numbers in batch {batch.number} are not finite")
     if seen:
         lines.append(f"the first output that is not finite is that of {seen[0]}")
-    if loss - loss:  # NaN, or infinity less itself
+    if not math.isfinite(loss):
         lines.append(f"its loss is {loss}")
     if not lines and (names := _bad(module, "grad")):
         lines.append(f"its loss is {loss:g}, and the gradient is not finite in: {names}")
