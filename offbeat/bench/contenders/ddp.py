@@ -3,6 +3,7 @@
 import datetime
 import os
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,16 @@ from torch import nn
 from offbeat.bench.contenders import Part
 from offbeat.bench.processes import TIMEOUT_S
 from offbeat.transport.group import INTERFACE_VARIABLE, LOOPBACK
+
+
+class _Replica(nn.parallel.DistributedDataParallel):
+    """A recipe's loss may look at layers of its model; it finds them here as there."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
 
 
 def work(part: Part) -> None:
@@ -22,7 +33,7 @@ def work(part: Part) -> None:
         world_size=job.config.workers,
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
-    model = nn.parallel.DistributedDataParallel(job.recipe.model())
+    model = _Replica(job.recipe.model())
     params = list(model.parameters())
     optimizer = job.optimizer.build(params, [0 for _ in params])
     for _, batch in job.batches(rank):
