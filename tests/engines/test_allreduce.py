@@ -170,7 +170,6 @@ def test_a_rate_that_goes_by_scores_falls_everywhere(train: Train) -> None:
         ({"servers": 2}, "allreduce has no servers: leave servers 2 out"),
         ({"engine": "inproc"}, "allreduce needs the engine local, .*; not inproc"),
         ({"engine": "cluster"}, "allreduce needs the engine local, .*; not cluster"),
-        ({"server_device": "cuda"}, "leave server_device cuda out"),
         ({"partition": "tensors"}, "leave partition tensors out"),
         ({"backup_workers": 1}, "backup_workers belongs to the discipline sync"),
         ({"round_timeout": 1.0}, "round_timeout belongs to the discipline sync"),

@@ -41,12 +41,12 @@ else:
     for name, tensor in given.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 total, largest = torch.full((3,), 1.0 + rank), torch.tensor([rank, -rank])
-group.begin(total, largest)
+group.begin([total], largest)
 group.wait()
 print(json.dumps([total.tolist(), largest.tolist()]), flush=True)
 if rank == size - 1:
     time.sleep(600)  # it takes part in no other sum
-group.begin(total)
+group.begin([total])
 try:
     group.wait()
 except ConnectionClosedError as error:
