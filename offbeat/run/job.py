@@ -344,10 +344,8 @@ class Job:
         config, ranks = self.config, range(self.config.workers)
         if config.engine != "ray":
             return [[str(device) for device in self.devices(rank)] for rank in ranks]
-        names = (config.devices or config.device or "cpu").split(",")
-        if config.gpus_per_worker < 1:
-            return [names for _ in ranks]
-        return [[f"{name.strip()} of worker {rank}" for name in names] for rank in ranks]
+        name, has_own = config.device or "cpu", config.gpus_per_worker >= 1
+        return [[f"{name} of worker {rank}" if has_own else name] for rank in ranks]
 
     def slot_device(self, rank: int) -> torch.device:
         """Where the parameters of worker `rank` arrive, and its gradients are handed over."""

@@ -116,11 +116,11 @@ class Group:
 
     def begin(self, sums: Sequence[Tensor], largest: Tensor | None = None) -> None:
         """Begin to make each of `sums` the sum of everybody's, and `largest` the maximum; all are
-        the group's until `wait` returns. Those that NCCL adds up come first."""
-        for tensor in sums:
-            self._begin(tensor, dist.ReduceOp.SUM)
+        the group's until `wait` returns. What gloo adds up comes last, where NCCL has a part."""
         if largest is not None:
             self._begin(largest, dist.ReduceOp.MAX)
+        for tensor in sums:
+            self._begin(tensor, dist.ReduceOp.SUM)
 
     def _begin(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
         with _told():
