@@ -274,6 +274,14 @@ group.close()
 torch.cuda.synchronize()  # nothing there waits for anybody
 say("left")
 """
+PRETENDED = (
+    ('torch.device("cuda", 0)', 'torch.device("cpu")'),
+    ("torch.cuda.stream(torch.cuda.Stream(gpu))", "contextlib.nullcontext()"),
+    ("torch.cuda.synchronize()", "assert not group._on_gpus"),
+    ("import json", "import contextlib, json"),
+    ("def say(", 'offbeat.transport.group.BOTH = "cpu:gloo,cuda:gloo"\ndef say('),
+    ("import torch\n", "import torch, offbeat.transport.group\n"),
+)
 ONE_GPU_FOR_TWO = (
     "NCCL_HOSTID=host-RANK",  # what keeps NCCL from seeing that they share it
     "NCCL_MULTI_RANK_GPU_ENABLE=1",
@@ -289,6 +297,20 @@ def says(child: subprocess.Popen[str]) -> str:
     if "Duplicate GPU" in said or "same GPU" in said:
         pytest.skip(f"this NCCL takes no two of one GPU: {said}")
     return said
+
+
+def test_it_all_goes_the_same_way_where_there_is_no_gpu(tmp_path: Path) -> None:
+    """With gloo in NCCL's place: two backends of one group, and neither is left in order."""
+    program = ON_GPU
+    for there, here in PRETENDED:
+        assert there in program
+        program = program.replace(there, here)
+    with started(f"file:{tmp_path / 'meeting'}", 2, program) as children:
+        assert [says(child) for child in children] == ["added up", "added up"]
+        children[1].send_signal(signal.SIGKILL)
+        assert says(children[0]).startswith("another worker is gone (")
+        assert says(children[0]) == "left"
+        assert children[0].wait(30) == 0
 
 
 @pytest.mark.gpu
