@@ -142,7 +142,7 @@ class Group:
     def _wait_for_nccl(self, work: dist.Work) -> None:
         """It could wait by itself, but not for a while: it gives up for good then."""
         began_s = time.monotonic()
-        while not work.is_completed():
+        while not _is_done(work):
             self._check()
             waited_s = time.monotonic() - began_s
             if waited_s > TIMEOUT.total_seconds():
@@ -230,6 +230,11 @@ def _told() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise _closed(error) from error
+
+
+def _is_done(work: dist.Work) -> bool:
+    with _told():
+        return work.is_completed()
 
 
 def _closed(error: RuntimeError) -> ConnectionClosedError:

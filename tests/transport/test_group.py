@@ -139,7 +139,9 @@ GPU = torch.device("cuda", 0)
 
 
 class Sum:
-    """One on a GPU that takes so many looks; `error`: what it comes to."""
+    """One on a GPU that takes so many looks; `error`: what it comes to; `lost`: the GPU is."""
+
+    lost = False
 
     def __init__(self, num_looks: int = 0, error: str = "") -> None:
         self.num_looks = num_looks
@@ -147,6 +149,8 @@ class Sum:
         self.is_taken = False
 
     def is_completed(self) -> bool:
+        if self.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
         self.num_looks -= 1
         return self.num_looks < 0
 
@@ -201,6 +205,10 @@ def test_what_nccl_failed_with_is_its_last_words() -> None:
         waiting(Sum(2, NCCL_ERROR)).wait()
     last = "socketProgress: Connection closed by remote peer localhost<54321>"
     assert str(told.value) == f"another worker is gone ({last})" and not told.value.over
+    lost = Sum()
+    lost.lost = True
+    with pytest.raises(ConnectionClosedError, match=r"gone \(CUDA error: unspecified"):
+        waiting(lost).wait()
 
 
 def test_nccl_that_does_not_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +282,7 @@ group.close()
 torch.cuda.synchronize()  # nothing there waits for anybody
 say("left")
 """
+ASIDE = ("NCCL_DEBUG_FILE=/dev/stderr",)
 PRETENDED = (
     ('torch.device("cuda", 0)', 'torch.device("cpu")'),
     ("torch.cuda.stream(torch.cuda.Stream(gpu))", "contextlib.nullcontext()"),
@@ -287,6 +296,7 @@ ONE_GPU_FOR_TWO = (
     "NCCL_MULTI_RANK_GPU_ENABLE=1",
     "NCCL_NET=Socket",
     "NCCL_NVLS_ENABLE=0",
+    *ASIDE,
 )
 
 
@@ -316,7 +326,7 @@ def test_it_all_goes_the_same_way_where_there_is_no_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_one_alone_adds_up_with_nccl(tmp_path: Path) -> None:
-    with started(f"file:{tmp_path / 'meeting'}", 1, ON_GPU) as (child,):
+    with started(f"file:{tmp_path / 'meeting'}", 1, ON_GPU, ASIDE) as (child,):
         assert [says(child), says(child)] == ["added up", "left"]
         assert child.wait(30) == 0
 
