@@ -378,7 +378,9 @@ class TrainConfig:
     server_device: str = _option(
         AUTO,
         text,
-        "where servers keep parameters: cpu, or cuda, where all workers are threads on one GPU",
+        "where servers keep parameters: cpu, or cuda, where all workers are threads on one GPU; of "
+        "allreduce, where every worker keeps them and gradients are added up: cuda, where each "
+        "computes on one",
         choices=(AUTO, "cpu", "cuda"),
     )
     data_device: str = _option(
@@ -846,9 +848,8 @@ def _check_unserved(config: TrainConfig) -> None:
             f"{kind.name} needs the engine local, where workers are processes that meet without a "
             f"server; not {config.engine}"
         )
-    for name, default in (("server_device", AUTO), ("partition", AUTO)):
-        if (value := getattr(config, name)) != default:
-            raise ConfigError(f"{kind.name} has no servers: leave {name} {value} out")
+    if config.partition != AUTO:
+        raise ConfigError(f"{kind.name} has no servers: leave partition {config.partition} out")
     for name in CODING_OPTIONS[:2]:
         if (value := getattr(config, name)) is not None:
             raise ConfigError(

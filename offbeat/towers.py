@@ -159,8 +159,11 @@ class Towers:
 
     def in_stream(self) -> Scope:
         """For the thread that uses the towers: so that several workers on one GPU get on at the
-        same time."""
-        return make_streams(self.first_device).new()() if len(self.models) == 1 else _SAME
+        same time. Several towers go by each device's own; what the first one has is where marks
+        are set."""
+        if len(self.models) == 1:
+            return make_streams(self.first_device).new()()
+        return torch.cuda.device(self.first_device) if self.first_device != CPU else _SAME
 
     def train(self) -> None:
         for model in self.models:

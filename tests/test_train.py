@@ -897,6 +897,7 @@ RESOLVED: dict[str, Any] = {
     "threads": 1,
     "amp": None,
     "server_device": "cpu",
+    "backend": None,
     "feed": "direct",
     "ema": None,
     "eval_every": 24,

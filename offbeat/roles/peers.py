@@ -7,8 +7,9 @@ In place of roles/exchange.py, and used by roles/worker.py in the same way:
 
 A round is one sum over all workers (transport/group.py): of gradients, float buffers, and a few
 numbers that say who has one, and whether this is to be the last. So nobody has to agree on anything
-beside it. Who is through adds zeros until everybody is: shares may differ by a batch. When one of
-them dies the others cannot go on; whoever started them starts all of them again.
+beside it. Where replicas lie on GPUs these numbers are a sum of their own, in the CPU's memory,
+which no gradient comes to. Who is through adds zeros until everybody is: shares may differ by a
+batch. When one of them dies the others cannot go on; whoever started them starts all of them again.
 """
 
 import dataclasses
@@ -33,7 +34,9 @@ from offbeat.roles.replica import PeerNetwork, Replica
 from offbeat.rules import Gradient, Sum
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
-from offbeat.transport.base import Network, Slot
+from offbeat.run.sums import NCCL
+from offbeat.streams import make_streams
+from offbeat.transport.base import Layout, Network, Slot
 from offbeat.transport.group import Group
 from offbeat.transport.traffic import Traffic
 
@@ -56,6 +59,11 @@ class Said:
     """And whose were unusable."""
     present: Sequence[bool] = ()
     """Which tensors have a gradient."""
+
+    @property
+    def is_any(self) -> bool:
+        """Whether somebody has had a gradient."""
+        return bool(self.applied or self.rejected)
 
     def numbers(self, num_workers: int, num_tensors: int) -> list[float]:
         """As they are added up: single precision, so that seconds and what is behind the point are
@@ -125,15 +133,21 @@ class Peers:
         self._clock = clock
         self._stop = stop
         self._connect_timeout_s = connect_timeout_s
+        self._device = job.slot_device(rank)
+        """Of the replica, and of what is added up but for what is said."""
         self._replica = network.replica = Replica(
-            job.make_shard(0),
+            job.make_shard(0, self._device),
             num_workers=job.config.workers,
             incarnation=incarnation,
             events=events,
             clock=clock,
         )
         self._group = Group(
-            network.meeting, rank=rank, size=job.config.workers, check=self._check_stop
+            network.meeting,
+            rank=rank,
+            size=job.config.workers,
+            check=self._check_stop,
+            gpu=self._device if job.sums.backend == NCCL else None,
         )
         rule = job.make_rule()
         assert isinstance(rule, Sum), "others are refused"
@@ -142,14 +156,20 @@ class Peers:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """One vector for all that is added up, of which the slot is a part."""
-        layout = self._job.layout(0)
+        """One vector for all that is added up, of which the slot is a part; on a GPU, for all but
+        what is said, for which nobody has to wait there."""
+        layout = self._job.layout(0, self._device)
         self._num_tensors = layout.num_tensors
         num_said = NUM_SIGNS + NUM_EACH * self._num_workers + layout.num_tensors
-        sizes = [layout.num_elements, layout.num_floats, num_said]
-        self._total = torch.zeros(sum(sizes), device=layout.device)
-        values, floats, self._said = torch.split(self._total, sizes)
-        self._slot = dataclasses.replace(Slot.allocate(layout), values=values, floats=floats)
+        sizes = [layout.num_elements, layout.num_floats]
+        if not is_apart(layout):
+            sizes.append(num_said)
+        total = torch.zeros(sum(sizes), device=layout.device)
+        values, floats, *said = torch.split(total, sizes)
+        self._said = said[0] if said else torch.zeros(num_said)
+        self._sums = [total] if said else [total, self._said]
+        rest = dataclasses.replace(layout, num_elements=0, num_floats=0)
+        self._slot = dataclasses.replace(Slot.allocate(rest), values=values, floats=floats)
         self._record = PushRecord(self._rank, self._incarnation, 0)
 
     def __enter__(self) -> Self:
@@ -171,6 +191,7 @@ class Peers:
         last step that is in."""
         replica = self._replica
         if self._num_workers > 1:
+            self._log.info("%s", self._job.sums.line)
             self._group.meet(self._connect_timeout_s)
         if self._rank == 0:
             while not replica.loaded.wait(POLL_S):
@@ -178,6 +199,7 @@ class Peers:
         if self._num_workers > 1:
             self._share_state()
         replica.begin()
+        make_streams(self._device).wait_for_all()  # what other threads have put there so far
         self.has_joined = True
         self._towers.adopt(replica.shard.params)
         self.versions = [replica.shard.version]
@@ -246,15 +268,16 @@ class Peers:
         """With zeros, unless there is a gradient."""
         replica = self._replica
         if not said.applied:
-            self._total.zero_()
+            self._sums[0].zero_()
             self._slot.ints.copy_(replica.shard.ints)
         if self._rank == 0:
             said.last, said.fall = replica.is_draining, self._next_fall()
         self._said.copy_(torch.tensor(said.numbers(self._num_workers, self._num_tensors)))
         if self._num_workers > 1:
             ints = self._slot.ints
-            self.traffic.added_up(self._total.nbytes + ints.nbytes, self._num_workers)
-            self._group.begin(self._total, ints if ints.numel() else None)
+            num_bytes = sum(tensor.nbytes for tensor in (*self._sums, ints))
+            self.traffic.added_up(num_bytes, self._num_workers)
+            self._group.begin(self._sums, ints if ints.numel() else None)
 
     def _next_fall(self) -> int:
         """In how many versions the learning rate is to fall, if the master wants it to and the
@@ -284,6 +307,8 @@ class Peers:
         if said.last:
             self.is_last = True
             replica.leave()
+        if said.last or not said.is_any:  # that was everybody's last round
+            self._part()
         return said
 
     def _gradient(self, said: Said) -> Gradient | None:
@@ -324,6 +349,12 @@ class Peers:
             self._check_stop()
             raise
 
+    def _part(self) -> None:
+        """Before anybody leaves."""
+        if self._num_workers > 1:
+            self._group.begin_to_part()
+            self._wait()
+
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise ConnectionClosedError("told to stop", over=True)
@@ -335,7 +366,7 @@ class Peers:
         the master lets it go; a ConnectionClosedError says that the run is over."""
         self._events.flush()
         said = None
-        while said is None or said.applied or said.rejected:
+        while said is None or said.is_any:
             if self.is_last:
                 raise ConnectionClosedError("told to stop", over=True)
             self._begin_round(Said())
@@ -344,3 +375,8 @@ class Peers:
         while self._rank == 0 and not self._replica.over.wait(POLL_S):
             self._check_stop()
         raise ConnectionClosedError(self._replica.reason, over=True)
+
+
+def is_apart(layout: Layout) -> bool:
+    """Whether what workers say is not added up where their gradients are."""
+    return layout.device.type != "cpu"

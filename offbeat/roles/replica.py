@@ -180,6 +180,8 @@ class Replica:
         if request is None or request.snapshot is not None:
             return
         if self.shard.version >= request.at_version:
+            for updater in self.shard.updaters:  # the master's thread has another stream
+                updater.mark.wait()
             request.snapshot = self.shard.state(copied(self._book.accounts))
 
 

@@ -90,7 +90,8 @@ def describe(
 def parts_of(
     job: Job, device: torch.device, ranks: Sequence[int], model: FlatModel | None = None
 ) -> dict[str, int]:
-    """What these workers, and the servers that are threads beside them, have put on `device`."""
+    """What these workers have put on `device`, and the servers that are threads beside them, or
+    what they have in place of servers."""
     vector = _num_bytes(job.manifest.num_elements, torch.float32)
     parts: dict[str, int] = {}
     if job.server_device == device:
@@ -102,6 +103,14 @@ def parts_of(
             "their moving average": vector if job.recipe.ema is not None else 0,
             "their slots": 0 if job.lends_gradients else vector * NUM_SLOTS * sessions,
             "updates in the making": vector * updaters,
+        }
+    if ranks and not job.facts.served and device in map(job.slot_device, ranks):  # one a process
+        parts |= {
+            "the parameters": vector,
+            "their optimizer state": _state_bytes(job.optimizer, job.manifest),
+            "their moving average": vector if job.recipe.ema is not None else 0,
+            "sums of gradients": vector,
+            "updates in the making": vector,
         }
     replicas = [place for rank in ranks for place in job.devices(rank)].count(device)
     of_model = vector + _beside(job.manifest) if model is None else _model_bytes(model)
@@ -123,10 +132,11 @@ def parts_of(
 def remedies(job: Job, device: torch.device) -> list[str]:
     """Those that are left; the first is the one that helps most often."""
     config = job.config
+    own = (job.slot_device(rank) for rank in range(config.workers))
     found = {
         f"a smaller --batch-size than {config.batch_size}": config.batch_size is not None,
         "--data-device cpu": config.data_device == AUTO,
-        "--server-device cpu": job.server_device == device,
+        "--server-device cpu": device in own,
         "--capture off": config.capture == AUTO,
         f"fewer --workers than {config.workers}": config.workers > 1,
     }

@@ -63,6 +63,7 @@ from offbeat.rules import Rule, make_rule
 from offbeat.run.checkpoint import Checkpoint
 from offbeat.run.crews import shared_gpu
 from offbeat.run.initial import Initial, fill
+from offbeat.run.sums import Places, Sums, choose_sums
 from offbeat.schedules import Rates, in_run
 from offbeat.shard import (
     Shard,
@@ -278,7 +279,7 @@ class Job:
             make_recorder=make_recorder if captures else lambda device: None,
             tell=tell,
             compiled=Compiled(self.config.batch_size, tell) if self.config.compile else None,
-            slot_device=self.server_device,
+            slot_device=self.slot_device(rank),
             clip=None if self._clips_updates else self._make_clip(),
         )
 
@@ -330,14 +331,37 @@ class Job:
             return None
         return shared_gpu([self.devices(rank) for rank in range(self.config.workers)])
 
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """Of a run without servers."""
+        has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        return choose_sums(self.config.server_device, self._places, has_nccl=has_nccl)
+
+    @property
+    def _places(self) -> Places:
+        """What every worker computes on. Ray gives whole GPUs to one worker only, and shows it no
+        others."""
+        config, ranks = self.config, range(self.config.workers)
+        if config.engine != "ray":
+            return [[str(device) for device in self.devices(rank)] for rank in ranks]
+        name, has_own = config.device or "cpu", config.gpus_per_worker >= 1
+        return [[f"{name} of worker {rank}" if has_own else name] for rank in ranks]
+
+    def slot_device(self, rank: int) -> torch.device:
+        """Where the parameters of worker `rank` arrive, and its gradients are handed over."""
+        if self.facts.served:
+            return self.server_device
+        return self.devices(rank)[0] if self.sums.on_gpus else CPU
+
     @property
     def lends_gradients(self) -> bool:
         """Whether workers let a server have their gradients where they lie, on the device that they
         share. A discipline of the user's may want one when its worker is at the next."""
         return self.server_device != CPU and self.config.chosen.kind in BUILT_IN.values()
 
-    def layout(self, shard: int) -> Layout:
-        """What travels between a worker and this shard's server; buffers go to shard 0."""
+    def layout(self, shard: int, device: torch.device | None = None) -> Layout:
+        """What travels between a worker and this shard's server; buffers go to shard 0. `device`:
+        where it lies, if not with the servers."""
         lo, hi = self.slices[shard]
         first = shard == 0
         codec, replies = self.make_codec(), self.make_reply_codec()
@@ -353,14 +377,14 @@ class Job:
             coded_bytes=None if codec is None else codec.capacity(hi - lo),
             coded_reply_bytes=None if replies is None else replies.capacity(hi - lo),
             codes_always=self.config.compress_always,
-            device=self.server_device,
+            device=device or self.server_device,
             rows=rows,
         )
 
-    def make_shard(self, index: int) -> Shard:
-        """Shard `index`, empty: what it starts from is for the master to say."""
+    def make_shard(self, index: int, device: torch.device | None = None) -> Shard:
+        """Shard `index`, empty: what it starts from is for the master to say; `device` as above."""
         lo, hi = self.slices[index]
-        layout = self.layout(index)
+        layout = self.layout(index, device)
         return Shard(
             torch.zeros(hi - lo, device=layout.device),
             segments_of(self.manifest, self.optimizer, lo, hi, whole=self.facts.whole_tensors),
@@ -668,12 +692,20 @@ class Job:
             "crews": self.facts.crews or None,
             "threads": config.threads,
             "amp": self.amp,
-            "server_device": str(self.server_device),
+            **self._resolved_place,
             "feed": self.recipe.feed,
             "ema": self.recipe.ema,
             "eval_every": config.eval_every,
             "checkpoint_every": config.checkpoint_every or config.eval_every,
         }
+
+    @property
+    def _resolved_place(self) -> dict[str, str | None]:
+        """Where parameters lie that are trained; without servers each worker's own."""
+        if self.facts.served:
+            return {"server_device": str(self.server_device), "backend": None}
+        where = "cuda" if self.sums.on_gpus else "cpu"
+        return {"server_device": where, "backend": self.sums.backend}
 
     # -- going on from a checkpoint ------------------------------------------------------------
 

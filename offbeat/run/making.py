@@ -144,7 +144,9 @@ def make_job(
         job, facts=_with_num_batches(job, train), of_rank={0: train} if by_rank else {}
     )
     job.layout(0)  # which not every codec can have
-    if config.server_device == "cuda" and job.server_device == CPU:
+    if not config.chosen.kind.served:
+        _ = job.sums  # which --server-device may not allow
+    elif config.server_device == "cuda" and job.server_device == CPU:
         raise ConfigError(
             "the servers cannot be on cuda: that takes workers that are threads of one process "
             "(--engine inproc) and compute on one GPU, one each, and no sparse gradients"

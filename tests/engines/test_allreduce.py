@@ -61,6 +61,17 @@ def huge(model, batch):
 unusable = toy_recipe(loss=huge, epochs=1)
 sparse = toy_recipe(model=lambda: nn.Embedding(4, 3, sparse=True))
 long = toy_recipe(model=normed, optimizer=SGD(lr=0.05, momentum=0.9), epochs=20)
+plain = toy_recipe(optimizer=SGD(lr=0.05, momentum=0.9), epochs=3)
+class Zeros(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1 << 20))
+counting = toy_recipe(
+    model=Zeros,
+    loss=lambda model, batch: model.weight.sum(),
+    metric=lambda model, batch: (float(model.weight[0]), 1),
+    optimizer=SGD(lr=1.0),
+)
 """
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 Train = Callable[..., offbeat.Result]
@@ -97,6 +108,10 @@ def assert_close(one: offbeat.Result, other: offbeat.Result) -> None:
             torch.testing.assert_close(value, theirs[name], **TOLERANCE, msg=name)
 
 
+def log_of(run: offbeat.Result) -> str:
+    return (run.run_dir / "logs" / "master.log").read_text()
+
+
 # -- the same as sync ------------------------------------------------------------------------------
 
 
@@ -114,6 +129,9 @@ def test_it_learns_what_sync_learns_to_within_rounding(
     assert one["test_accuracy"] == pytest.approx(other["test_accuracy"], abs=0.01)
     assert (one["num_servers"], one["staleness"]["max"]) == (0, 0)
     assert leftovers(mine.run_dir) == [] and not RunFolder(mine.run_dir).meetings()
+    where = "with gloo, in the CPU's memory: worker 0 computes on the CPU"
+    assert ("gradients are added up" in log_of(mine)) is (workers > 1)
+    assert (where in log_of(mine)) is (workers > 1)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +188,6 @@ def test_a_rate_that_goes_by_scores_falls_everywhere(train: Train) -> None:
         ({"servers": 2}, "allreduce has no servers: leave servers 2 out"),
         ({"engine": "inproc"}, "allreduce needs the engine local, .*; not inproc"),
         ({"engine": "cluster"}, "allreduce needs the engine local, .*; not cluster"),
-        ({"server_device": "cuda"}, "leave server_device cuda out"),
         ({"partition": "tensors"}, "leave partition tensors out"),
         ({"backup_workers": 1}, "backup_workers belongs to the discipline sync"),
         ({"round_timeout": 1.0}, "round_timeout belongs to the discipline sync"),
@@ -312,3 +329,102 @@ def test_it_goes_on_what_sync_began_and_ends_when_it_is_good_enough(train: Train
     third = train("long", "allreduce", workers=2, steps=100000, eval_every=50, stop_at=0.8)
     assert third.summary["status"] == "finished" and third.summary["reason"]
     assert third.summary["updates"] < 100000
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+]
+SHARED = {"workers": 2, "devices": "cuda:0", "server_device": "cuda"}
+"""Two of one GPU, whose parameters lie there all the same."""
+
+
+def assert_about_equal(one: offbeat.Result, other: offbeat.Result) -> None:
+    """As a GPU's sums are a CPU's."""
+    mine, theirs = offbeat.load(one.run_dir), offbeat.load(other.run_dir)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize(
+        ("options", "backend", "how"),
+        [
+            ({"workers": 1, "devices": "cuda:0"}, "nccl", ""),
+            (SHARED, "gloo", "with gloo, from the GPU by way of the CPU's memory: workers 0 and 1"),
+            ({**SHARED, "capture": "off"}, "gloo", "with gloo, from the GPU"),
+            ({**SHARED, "server_device": "auto"}, "gloo", "with gloo, in the CPU's memory: work"),
+            ({**SHARED, "clip_norm": 0.3}, "gloo", "with gloo, from the GPU"),
+            ({**SHARED, "accumulate": 2}, "gloo", "with gloo, from the GPU"),
+            ({**SHARED, "overlap": True}, "gloo", "with gloo, from the GPU"),
+        ],
+    )
+    def test_it_learns_what_sync_learns_on_the_cpu(
+        self, train: Train, options: dict[str, Any], backend: str, how: str
+    ) -> None:
+        mine = train("momentum", "allreduce", **options)
+        here = {k: v for k, v in options.items() if k not in ("devices", "server_device")}
+        theirs = train("momentum", "sync", device="cpu", **here)
+        assert_about_equal(mine, theirs)
+        assert mine.summary["updates"] == theirs.summary["updates"]
+        resolved = json.loads((mine.run_dir / "config.json").read_text())["resolved"]
+        assert resolved["backend"] == backend and resolved["devices"][0] == "cuda:0"
+        assert how in log_of(mine)
+
+    @pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda:0,cpu"])
+    def test_so_do_two_towers(self, train: Train, devices: str) -> None:
+        mine = train("plain", "allreduce", workers=1, devices=devices, batch_size=6)
+        theirs = train("plain", "sync", workers=1, device="cpu", batch_size=12)
+        assert_about_equal(mine, theirs)
+
+    @pytest.mark.parametrize("options", [{"workers": 1, "devices": "cuda:0"}, SHARED])
+    def test_every_gradient_is_in(self, train: Train, options: dict[str, Any]) -> None:
+        """Each of them ones, at a rate of one: the parameters count them."""
+        result = train("counting", "allreduce", steps=200, rule="sum", **options)
+        (weight,) = offbeat.load(result.run_dir).values()
+        assert bool((weight == -200 * options["workers"]).all())
+
+    def test_a_run_is_resumed_on_the_other_kind_of_memory(self, train: Train) -> None:
+        whole = train("long", "allreduce", steps=60, **{**SHARED, "server_device": "cpu"})
+        part = train("long", "allreduce", steps=30, **SHARED)
+        resumed = offbeat.resume(part.run_dir, steps=60)
+        assert resumed.summary["updates"] == 60
+        assert_about_equal(resumed, whole)
+        again = train("long", "allreduce", steps=30, **SHARED)
+        assert_about_equal(offbeat.resume(again.run_dir, steps=60, server_device="cpu"), whole)
+
+    def test_when_one_is_killed_all_go_on(
+        self, train: Train, start: Callable[..., LocalRun]
+    ) -> None:
+        flags = ("--workers", "2", "--devices", "cuda:0", "--server-device", "cuda")
+        run = start(*flags, "--steps", "2000", "--checkpoint-every", "20", "--eval-every", "0")
+        run.wait_for_steps(60, 0, 1)
+        run.kill("worker --index 1")
+        assert run.wait() == 0, run.text()
+        assert "was killed by SIGKILL: starting all workers again (1 of 3)" in run.text()
+        assert leftovers(run.run_dir) == []
+        summary = run.summary()
+        assert (summary["status"], summary["updates"]) == ("finished", 2000)
+        whole = train("long", "allreduce", steps=2000, eval_every=0, **SHARED)
+        mine, theirs = offbeat.load(run.run_dir), offbeat.load(whole.run_dir)
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-2, atol=1e-2, msg=name)
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_ctrl_c_keeps_what_there_is(self, start: Callable[..., LocalRun], workers: int) -> None:
+        here = ("--devices", "cuda:0")
+        flags = ("--workers", str(workers), *here, "--server-device", "cuda")
+        run = start(*flags, "--steps", "5000", "--eval-every", "0", "--checkpoint-every", "5000")
+        run.wait_for_steps(50, *range(workers))
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.text()
+        assert "killed" not in run.text() and leftovers(run.run_dir) == []
+        assert 50 <= newest_checkpoint(run.run_dir / "checkpoints").version < 5000
+        resumed = start("--resume", str(run.run_dir), *here)
+        assert resumed.wait() == 0, resumed.text()
+        assert run.summary()["updates"] == 5000
