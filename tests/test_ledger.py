@@ -327,6 +327,18 @@ def test_a_worker_that_comes_again_is_told_where_to_go_on() -> None:
     assert ledger.join(0, incarnation=1)[0] == 2
 
 
+def test_a_process_that_was_replaced_does_not_come_back() -> None:
+    """Not even when its successor is gone: all that it pushes is taken for what came before."""
+    ledger = make_ledger(workers=2)
+    ledger.join(0, incarnation=1)
+    ledger.leave(0)
+    assert ledger.is_outdated(0, 0) and not ledger.is_outdated(0, 1)
+    other = make_ledger(workers=2)
+    other.load({0: Account(3, 5, applied=5)})
+    assert other.is_outdated(0, 2) and not other.is_outdated(0, 3)
+    assert not other.is_outdated(1, 0), "of this one nothing is known"
+
+
 def test_time_alone_can_close_a_round() -> None:
     ledger = make_ledger("sync with a deadline", 2)
     ledger.join(0, 0), ledger.join(1, 0)
