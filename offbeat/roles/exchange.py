@@ -247,7 +247,8 @@ class Exchange:
         made: Callable[[], None] = lambda: None,
     ) -> None:
         """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one;
-        `versions`: of the parameters that it was computed on, which may have been replaced since;
+        `versions`: of the parameters that it was computed on, which may have been replaced since,
+        also by those of a server that was started anew, and has no such version yet;
         `batch`: its last one, where steps are not of one each; `speed`: what the first server is
         told of the worker's.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
@@ -262,7 +263,7 @@ class Exchange:
                 self._rank,
                 self._incarnation,
                 step,
-                version,
+                min(version, shown),
                 batch=step - 1 if batch is None else batch,
                 epoch=link.welcome.epoch,
                 shard=shard,
@@ -270,7 +271,9 @@ class Exchange:
                 masked=masked,
                 speed=0.0 if shard else speed,
             )
-            for shard, (link, version) in enumerate(zip(self._links, versions, strict=True))
+            for shard, (link, version, shown) in enumerate(
+                zip(self._links, versions, self.versions, strict=True)
+            )
         ]
         for link, header, rows in zip(self._links, self._pushed, self.rows, strict=True):
             if rows is not None:
@@ -312,7 +315,7 @@ class Exchange:
         while True:
             link = self._links[shard]
             try:
-                return self._next_reply(link)
+                return self._next_reply(link, self._pushed[shard].sequence)
             except ConnectionClosedError as error:
                 welcome = self._rejoin(shard, error)
                 is_in = welcome.settled_sequence >= self._pushed[shard].sequence
@@ -320,8 +323,10 @@ class Exchange:
                     return _reply_of(welcome, APPLIED if is_in else LOST)
                 self._push_again(shard, link)
 
-    def _next_reply(self, link: WorkerEnd) -> ReplyHeader:
-        while (reply := link.wait_reply(POLL_S)) is None:
+    def _next_reply(self, link: WorkerEnd, sequence: int) -> ReplyHeader:
+        """The reply to this push; where something on the way doubles what it carries, answers to
+        others may come before it."""
+        while (reply := link.wait_reply(POLL_S)) is None or reply.sequence != sequence:
             self._check_stop()
         self.traffic.replied(link, reply)
         if reply.epoch != link.welcome.epoch:

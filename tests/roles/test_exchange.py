@@ -329,6 +329,31 @@ def test_a_reply_of_another_epoch_makes_a_worker_join_again(
     assert newer.pushed[0][0].epoch == 1 and newer.pushed[0][0].base_version == 3
 
 
+def test_an_answer_that_comes_again_is_not_taken_for_the_next_ones(rigged: Any) -> None:
+    """Something on the way doubles what it carries."""
+    rig = rigged([ScriptedLink(1.0, welcome(0), reply(1, 1), reply(1, 1), None, reply(2, 2))])
+    rig.exchange.join()
+    for step in (1, 2):
+        rig.push(step)
+        assert rig.exchange.await_all() == "applied"
+        assert rig.exchange.versions == [step]
+
+
+def test_of_versions_that_a_server_does_not_have_any_more_nobody_speaks(rigged: Any) -> None:
+    """With --overlap a gradient was computed before the server came back that it goes to."""
+    former = ScriptedLink(1.0, welcome(5), reply(1, 9, epoch=1))
+    newer = ScriptedLink(2.0, welcome(3, epoch=1), reply(2, 4, epoch=1), reply(3, 7, epoch=1))
+    rig = rigged([former, newer])
+    rig.exchange.join()
+    rig.push(1)
+    before = rig.exchange.versions
+    rig.exchange.await_all()
+    rig.exchange.push(2, (True,) * 4, before)
+    rig.exchange.await_all()
+    rig.exchange.push(3, (True,) * 4, [3])
+    assert [header.base_version for header, _ in newer.pushed] == [3, 3]
+
+
 def test_a_gradient_that_is_in_is_not_pushed_again(rigged: Any) -> None:
     former = ScriptedLink(1.0, welcome(5), BROKEN)
     newer = ScriptedLink(2.0, welcome(6, settled=1))
