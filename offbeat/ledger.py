@@ -14,7 +14,7 @@ push again, before it is applied or dropped. What becomes of it then is told by 
 
 There is no thread, socket, clock or tensor in this file. roles/sessions.py carries the actions out
 for live workers; whoever has a virtual clock, and counts updates instead of making them, drives the
-very same code (tests/test_ledger.py does).
+very same code (tests/simulation does).
 
     ledger = Ledger(ApplyReply([0]))
     ledger.join(0, incarnation=0)
