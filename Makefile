@@ -2,12 +2,15 @@
 # make test    set up, then the tests (minutes); make test-all: the long ones too, with Lightning and transformers
 # make test-trackers  with Weights & Biases, MLflow and Trackio, in an environment of their own
 # make test-ray  what needs Ray, on three nodes that are all this machine (minutes)
+# make chaos   runs under a virtual clock with everything going wrong: make chaos SEEDS=100000
 # make check   formatting, lint and types
 # make setup   only the virtual environment; make clean removes it, and that of the trackers
 
 PYTHON ?= python3
 # so many of the ordinary tests at a time
 JOBS ?= 2
+# so many runs under a virtual clock
+SEEDS ?= 100000
 # how long those on Ray may take
 RAY_LIMIT ?= 20m
 VENV := .venv
@@ -18,7 +21,7 @@ RAY := $(VENV)/.ray
 TRACKERS := .venv-trackers
 TRACKERS_READY := $(TRACKERS)/.ready
 
-.PHONY: setup train test test-all test-trackers test-ray check format clean
+.PHONY: setup train test test-all test-trackers test-ray chaos check format clean
 
 setup: $(READY)
 
@@ -61,6 +64,9 @@ test-trackers: $(TRACKERS_READY)
 # things; this does not.
 test-ray: $(RAY)
 	timeout --kill-after=30s $(RAY_LIMIT) $(BIN)/pytest -m ray $(ARGS)
+
+chaos: $(READY)
+	$(BIN)/python scripts/chaos.py --seeds $(SEEDS) $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -76,6 +76,10 @@ class AccountBook:
         self._claimed: dict[int, tuple[int, int]] = {}
         self._heard: set[int] = set()
         """Whose pushes were settled since the book was loaded."""
+        self._came: dict[int, int] = {}
+        """The incarnation of each worker that came since then, as it came last."""
+        self._came_again: set[int] = set()
+        """Of these, whose process had been here before, and pushed nothing since."""
         self._pending: dict[int, dict[int, tuple[int, int]]] = {}
         """By worker and sequence, which incarnation pushed what is pending, and how many batches it
         had gone through with it."""
@@ -86,6 +90,8 @@ class AccountBook:
         self.accounts = copied(accounts)
         for kept in (self._claimed, self._heard, self._pending, self._through):
             kept.clear()
+        self._came.clear()
+        self._came_again.clear()
 
     def copy(self) -> Accounts:
         """For a checkpoint. What is pending behind a later one that is settled would be passed over
@@ -96,9 +102,14 @@ class AccountBook:
                 account.lost += sum(sequence <= account.sequence for sequence in pending)
         return accounts
 
-    def admit(self, worker: int) -> int:
+    def admit(self, worker: int, incarnation: int = 0) -> int:
         """A worker comes, and nothing of it is under way: whatever it pushed before is settled or
         pending, or will never be. Returns the sequence of its last push that is."""
+        if self._came.get(worker) == incarnation:
+            self._came_again.add(worker)
+        else:
+            self._came_again.discard(worker)
+        self._came[worker] = incarnation
         account = self.accounts.get(worker)
         at = (-1, 0) if account is None else (account.incarnation, account.sequence)
         if (pending := self._pending.get(worker)) and (last := max(pending)) > at[1]:
@@ -170,12 +181,16 @@ class AccountBook:
             missing = sequence - account.sequence
             for pending in self._pending.get(worker, ()):
                 missing -= account.sequence < pending <= sequence
+            late = 0
             if worker in self._heard and incarnation == account.incarnation:
-                account.dropped += missing
-            else:
-                account.lost += missing
+                late = missing
+            elif worker in self._came_again:  # the push that its connection broke with
+                late = min(missing, 1)
+            account.dropped += late
+            account.lost += missing - late
             account.sequence = sequence
         self._heard.add(worker)
+        self._came_again.discard(worker)
         return account
 
 

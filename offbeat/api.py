@@ -417,7 +417,6 @@ def resume_config(
         _check_not_over(job, folder)
         told = [*make_callbacks(made, callbacks), *make_trackers(config.track)]
         replicas = _make_replicas(job)
-        incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         threads = config.threads if options.get("threads") is not None else None
         with ray_for(job.config) as cluster:
             for path in (folder.state, folder.enough):
@@ -433,7 +432,7 @@ def resume_config(
                 callbacks=told,
                 resumed=True,
             )
-            return _run(job, replicas, start, lock=lock, incarnation=incarnation)
+            return _run(job, replicas, start, lock=lock, incarnation=checkpoint.next_incarnation)
 
 
 def _check_not_over(job: Job, folder: RunFolder) -> None:

@@ -271,6 +271,7 @@ class Bounded(Discipline):
         super().__init__(workers)
         self.staleness = staleness
         self.clock = dict.fromkeys(self.present, 0)
+        self.former: dict[int, int] = {}  # of those who left
         self.waiting: set[int] = set()
 
     def on_push(self, push: Push) -> list[Action]:
@@ -279,12 +280,15 @@ class Bounded(Discipline):
         return [Apply((push,)), *self._release()]
 
     def on_join(self, worker: int) -> list[Action]:
-        self.clock.setdefault(worker, min(self.clock.values(), default=0))
+        if worker not in self.clock:  # as at other servers, which it may never have left
+            slowest = min(self.clock.values(), default=0)
+            former = self.former.get(worker, slowest)
+            self.clock[worker] = int(max(former, slowest - self.staleness - 1))
         return super().on_join(worker)
 
     def on_leave(self, worker: int) -> list[Action]:
         super().on_leave(worker)
-        self.clock.pop(worker, None)
+        self.former[worker] = self.clock.pop(worker, self.former.get(worker, 0))
         self.waiting.discard(worker)
         return self._release()
 

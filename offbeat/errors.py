@@ -20,6 +20,7 @@ OffbeatError
 """
 
 import difflib
+import functools
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -135,5 +136,10 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _is_the_users(filename: str) -> bool:
-    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    others = (str(Path(__file__).parent), _standard_library(), "<frozen")
     return "site-packages" not in filename and not filename.startswith(others)
+
+
+@functools.cache
+def _standard_library() -> str:
+    return sysconfig.get_path("stdlib")

@@ -14,7 +14,7 @@ push again, before it is applied or dropped. What becomes of it then is told by 
 
 There is no thread, socket, clock or tensor in this file. roles/sessions.py carries the actions out
 for live workers; whoever has a virtual clock, and counts updates instead of making them, drives the
-very same code (tests/test_ledger.py does).
+very same code (tests/simulation does).
 
     ledger = Ledger(ApplyReply([0]))
     ledger.join(0, incarnation=0)
@@ -181,6 +181,8 @@ class Ledger:
         self.members: dict[int, Member] = {}
         self.finished: set[int] = set()
         """Workers that are through, whether or not they are still connected."""
+        self._newest: dict[int, int] = {}
+        """The newest incarnation of each worker that ever came, or is in the accounts."""
         self.is_draining = False
         """Workers are to take no further step."""
         self.is_closing = False
@@ -203,6 +205,7 @@ class Ledger:
     def load(self, accounts: Mapping[int, Account]) -> None:
         """Go on from a checkpoint's accounts. Workers that were through come again, and say so."""
         self._book.load(accounts)
+        self._newest = {worker: account.incarnation for worker, account in accounts.items()}
 
     @property
     def accounts(self) -> Mapping[int, Account]:
@@ -214,16 +217,17 @@ class Ledger:
     # -- who is there --------------------------------------------------------------------------
 
     def is_outdated(self, worker: int, incarnation: int) -> bool:
-        """Whether a newer process of this worker is here already."""
-        member = self.members.get(worker)
-        return member is not None and incarnation < member.incarnation
+        """Whether a newer process of this worker is here already, or was: nothing would come of
+        what this one pushes, and others would wait for it."""
+        return incarnation < self._newest.get(worker, 0)
 
     def join(self, worker: int, incarnation: int, now: float = 0.0) -> tuple[int, Sequence[Action]]:
         """A worker comes, and no former connection of it is left. Returns the last of its pushes
         that is settled, after which it goes on."""
         self.members[worker] = Member(incarnation, heard_s=now)
+        self._newest[worker] = max(incarnation, self._newest.get(worker, 0))
         self.finished.discard(worker)
-        settled = self._book.admit(worker)
+        settled = self._book.admit(worker, incarnation)
         return settled, self._note(self.discipline.on_join(worker))
 
     def batches(self, worker: int) -> int:

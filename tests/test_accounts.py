@@ -99,6 +99,25 @@ def test_a_process_that_skips_a_push_to_a_server_that_lives_was_late() -> None:
     )
 
 
+def test_who_comes_again_to_a_server_that_lives_was_late_with_one_push() -> None:
+    """Its first one, which no account has."""
+    book = AccountBook()
+    for _ in range(2):
+        assert book.admit(0, 0) == 0
+    push(book, 2)
+    assert book.accounts[0] == Account(0, 2, applied=1, dropped=1)
+    other = AccountBook()
+    for _ in range(2):
+        other.admit(0, 3)
+    push(other, 5, incarnation=3)
+    assert other.accounts[0] == Account(3, 5, applied=1, dropped=1, lost=3), (
+        "what its former life pushed to other shards is lost here"
+    )
+    other.admit(0, 4)
+    push(other, 7, incarnation=4)
+    assert other.accounts[0].lost == 4, "another process is not the same one come again"
+
+
 def test_accounts_move_along_when_the_work_is_cut_anew() -> None:
     accounts = {0: Account(0, 30, applied=29, lost=1), 1: Account(1, 20, applied=20)}
     other = moved(accounts, {0: (2, 12, 30), 2: (2, 12, 0)})

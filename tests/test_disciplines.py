@@ -243,6 +243,28 @@ def test_a_joining_worker_starts_at_the_minimum() -> None:
     assert replied(bounded.on_push(push(2, 1))) == [0, 2]
 
 
+def test_a_worker_that_comes_back_is_no_further_ahead_than_at_other_servers() -> None:
+    """Its connection to one of two servers broke, and the others went on there. As the slowest one
+    it would wait there for them, and they at the other server for it."""
+    servers = [Bounded(range(2), staleness=0) for _ in range(2)]
+    for server in servers:
+        server.on_push(push(0, 1))
+    assert replied(servers[0].on_leave(1)) == [0]
+    servers[0].on_join(1)
+    for server in servers:
+        assert replied(server.on_push(push(1, 1))) in ([0, 1], [1])
+        assert server.clock == {0: 1, 1: 1}
+
+
+def test_who_was_away_for_long_is_not_waited_for_as_long() -> None:
+    bounded = Bounded(range(2), staleness=1)
+    bounded.on_leave(1)
+    for sequence in range(1, 11):
+        assert replied(bounded.on_push(push(0, sequence))) == [0]
+    bounded.on_join(1)
+    assert bounded.clock == {0: 10, 1: 8}
+
+
 # -- those that drop or gather -----------------------------------------------------------------
 
 

@@ -1,10 +1,7 @@
-"""The ledger, driven without threads, sockets or waiting: by a world whose clock jumps."""
+"""The ledger, event by event. tests/simulation drives it with everything else, whatever dies."""
 
-import heapq
 import json
 import math
-import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,15 +12,13 @@ from offbeat.accounts import (
     APPLIED,
     DROPPED,
     DUPLICATE,
-    REJECTED,
     STALE,
     Account,
-    Accounts,
     accounts_from,
     accounts_to_json,
 )
 from offbeat.disciplines import Apply, Reply
-from offbeat.ledger import Action, Dismiss, Ledger, PushRecord, Snapshot, cut
+from offbeat.ledger import Dismiss, Ledger, PushRecord, Snapshot, cut
 
 DISCIPLINES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -31,157 +26,12 @@ DISCIPLINES: dict[str, dict[str, Any]] = {
     "sync with a deadline": {"round_timeout_s": 1.5},
     "apply-reply": {},
     "reply-apply": {},
-    "lock-free": {},
-    "bounded": {"staleness": 2},
-    "ringmaster": {"max_delay": 2},
-    "rennala": {"collect": 5},
-    "buffer": {"buffer_size": 5},
-    "buffer with much in it": {"buffer_size": 17},
 }
 
 
 def make_ledger(name: str = "apply-reply", workers: int = 1, **options: Any) -> Ledger:
     chosen = make_discipline(name.split(" with ")[0], range(workers), **DISCIPLINES[name])
     return Ledger(chosen, **options)
-
-
-class World:
-    """One shard that counts its updates instead of making them, and its workers.
-
-    It does what roles/sessions.py and roles/exchange.py do for real ones. `inside` has every
-    gradient that is in, so that the books can be held against something.
-    """
-
-    def __init__(self, name: str, num_workers: int, num_steps: int, draw: random.Random) -> None:
-        self.name = name
-        self.num_workers, self.num_steps = num_workers, num_steps
-        self.draw = draw
-        self.now = 0.0
-        self.version = 0
-        self.inside: list[tuple[int, int]] = []
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.count = 0
-        self.ledger = make_ledger(name, num_workers)
-        self.checkpoint: tuple[int, list[tuple[int, int]], Accounts] = (0, [], {})
-        self.life = [0] * num_workers
-        """Counts connections, so that what was planned for a former one does not happen."""
-        self.incarnation = [0] * num_workers
-        self.base = [0] * num_workers
-        self.sent = [0] * num_workers
-
-    def plan(self, delay_s: float, event: Callable[[], None]) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (self.now + delay_s, self.count, event))
-
-    def run(self) -> None:
-        for worker in range(self.num_workers):
-            self.plan(self.draw.random(), lambda worker=worker: self.join(worker))
-        self.plan(0.1, self.tick)
-        while len(self.ledger.finished) < self.num_workers:
-            assert self.events and self.now < 1000, "somebody waits for ever"
-            self.now, _, event = heapq.heappop(self.events)
-            event()
-
-    def tick(self) -> None:
-        self.carry_out(self.ledger.tick(self.now))
-        self.plan(0.1, self.tick)
-
-    # -- workers -------------------------------------------------------------------------------
-
-    def join(self, worker: int) -> None:
-        self.life[worker] += 1
-        settled, actions = self.ledger.join(worker, self.incarnation[worker], self.now)
-        self.sent[worker] = max(self.sent[worker], settled)
-        self.base[worker] = self.version
-        self.carry_out(actions)
-        self.go_on(worker)
-
-    def go_on(self, worker: int) -> None:
-        life = self.life[worker]
-        is_through = self.sent[worker] >= self.num_steps
-        then = self.finish if is_through else self.push
-        self.plan(self.draw.expovariate(1.0), lambda: then(worker, life))
-
-    def finish(self, worker: int, life: int) -> None:
-        if self.life[worker] == life:
-            self.carry_out(self.ledger.finish(worker, self.sent[worker]))
-
-    def push(self, worker: int, life: int) -> None:
-        if self.life[worker] != life:
-            return
-        self.sent[worker] += 1
-        record = PushRecord(
-            worker,
-            self.incarnation[worker],
-            self.sent[worker],
-            base_version=self.base[worker],
-            epoch=self.ledger.epoch,
-            received_s=self.now,
-            outcome=REJECTED if self.draw.random() < 0.05 else ACCEPTED,
-        )
-        self.carry_out(self.ledger.push(record, self.version))
-
-    def kill(self, worker: int) -> None:
-        """Its successor knows only what the server tells it."""
-        if worker in self.ledger.members and worker not in self.ledger.finished:
-            self.life[worker] += 1
-            self.carry_out(self.ledger.leave(worker))
-            self.incarnation[worker] += 1
-            self.sent[worker] = 0
-            self.plan(self.draw.random(), lambda: self.join(worker))
-
-    # -- the server ----------------------------------------------------------------------------
-
-    def carry_out(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Apply):
-                part = self.ledger.take_part(action.pushes, self.version)
-                self.version += bool(part)
-                self.inside += [(record.worker, record.sequence) for record in part]
-                self.ledger.applied(action.pushes, self.version if part else None, self.now)
-                self.carry_out(self.ledger.due(self.version))
-            elif isinstance(action, Reply):
-                self.ledger.replied(self.ledger.under_way[action.worker])
-                self.base[action.worker] = self.version
-                self.go_on(action.worker)
-            elif isinstance(action, Snapshot):
-                self.checkpoint = (self.version, list(self.inside), self.ledger.copy_accounts())
-
-    def save(self) -> None:
-        self.carry_out(self.ledger.want(self.version + 1, self.version))
-
-    def restart(self) -> None:
-        """The server dies, and comes back as the last checkpoint has it. Workers that were not
-        through go on with their next step."""
-        self.ledger = make_ledger(self.name, self.num_workers, epoch=self.ledger.epoch + 1)
-        self.version, self.inside = self.checkpoint[0], list(self.checkpoint[1])
-        self.ledger.load(self.checkpoint[2])
-        for worker in range(self.num_workers):
-            self.life[worker] += 1
-            self.plan(self.draw.random(), lambda worker=worker: self.join(worker))
-
-
-@pytest.mark.parametrize("name", DISCIPLINES)
-@pytest.mark.parametrize("seed", range(20))
-def test_whoever_dies_the_books_say_what_is_in(name: str, seed: int) -> None:
-    draw = random.Random(f"{name} {seed}")
-    world = World(name, num_workers=3, num_steps=20, draw=draw)
-    for _ in range(draw.randint(0, 5)):
-        victim = draw.randrange(3)
-        world.plan(draw.uniform(0, 25), lambda victim=victim: world.kill(victim))
-    for _ in range(draw.randint(0, 2)):
-        world.plan(draw.uniform(0, 20), world.save)
-    if draw.random() < 0.5:
-        world.plan(draw.uniform(5, 20), world.restart)
-    world.run()
-    assert len(set(world.inside)) == len(world.inside), "none is in twice"
-    for worker, account in world.ledger.accounts.items():
-        assert account.gradients == world.num_steps
-        assert account.applied == sum(who == worker for who, _ in world.inside)
-    if world.ledger.epoch == 0:
-        assert not any(account.lost for account in world.ledger.accounts.values())
-    if not world.ledger.discipline.merges:
-        assert world.version == len(world.inside)
 
 
 def one_push(ledger: Ledger, worker: int = 0, sequence: int = 1, version: int = 0) -> PushRecord:
@@ -325,6 +175,18 @@ def test_a_worker_that_comes_again_is_told_where_to_go_on() -> None:
     one_push(ledger), one_push(ledger, sequence=2, version=1)
     ledger.leave(0)
     assert ledger.join(0, incarnation=1)[0] == 2
+
+
+def test_a_process_that_was_replaced_does_not_come_back() -> None:
+    """Not even when its successor is gone: all that it pushes is taken for what came before."""
+    ledger = make_ledger(workers=2)
+    ledger.join(0, incarnation=1)
+    ledger.leave(0)
+    assert ledger.is_outdated(0, 0) and not ledger.is_outdated(0, 1)
+    other = make_ledger(workers=2)
+    other.load({0: Account(3, 5, applied=5)})
+    assert other.is_outdated(0, 2) and not other.is_outdated(0, 3)
+    assert not other.is_outdated(1, 0), "of this one nothing is known"
 
 
 def test_time_alone_can_close_a_round() -> None:

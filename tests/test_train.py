@@ -40,7 +40,14 @@ from offbeat.api import named
 from offbeat.cli import main
 from offbeat.config import DISCIPLINES, make_config
 from offbeat.engines.inproc import InprocEngine
-from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RoleError, RunDirError
+from offbeat.errors import (
+    ConfigError,
+    ConnectionClosedError,
+    NonFiniteLossError,
+    RecipeError,
+    RoleError,
+    RunDirError,
+)
 from offbeat.optim import KINDS, Optimizer
 from offbeat.recipes.base import load_recipe
 from offbeat.roles.calls import Status
@@ -1445,6 +1452,22 @@ def test_the_first_checkpoint_is_no_mixture_either(tmp_path: Path) -> None:
         torch.equal(s.tensors["params"], i["params"])
         for s, i in zip(first.shards, initial, strict=True)
     )
+
+
+def test_a_server_that_dies_before_the_first_checkpoint_is_looked_for(tmp_path: Path) -> None:
+    class Dying(ScriptedServer):
+        deaths = 1
+
+        def call(self, message: Any, tensors: Any, timeout_s: float) -> tuple[Any, Any]:
+            if message["ask"] == "want" and self.deaths:
+                self.deaths -= 1
+                raise ConnectionClosedError("the connection broke")
+            return super().call(message, tensors, timeout_s)
+
+    servers = [Dying([0, 9])]
+    folder = RunFolder(tmp_path)
+    assert run_master(folder, toy_job(workers=1), servers) == "finished"
+    assert (folder.checkpoints / "00000000").exists() and not servers[0].deaths
 
 
 def test_a_master_that_fails_lets_the_servers_go(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ there are others, which `Bootstrap` answers. A message is what JSON can say, wit
 `ask` is the name of the call in it.
 """
 
-import dataclasses
 import types
 import typing
 from collections.abc import Mapping
@@ -292,7 +291,7 @@ class Status:
 
     def message(self) -> Message:
         sets = {key: sorted(getattr(self, key)) for key in ("finished", "present", "awaited")}
-        return {**dataclasses.asdict(self), **sets}
+        return {**{key: getattr(self, key) for key in _hints(Status)}, **sets}
 
     @classmethod
     def read(cls, message: Message) -> "Status":
@@ -383,15 +382,25 @@ def state_from(message: Message, tensors: Tensors) -> ShardState:
     )
 
 
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """Worked out once, since they are asked for with every call."""
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]
+
+
 def _given(call: Call) -> dict[str, Any]:
-    found = {field: getattr(call, field) for field in typing.get_type_hints(type(call))}
+    found = {field: getattr(call, field) for field in _hints(type(call))}
     return {key: value for key, value in found.items() if key != "ask" and value is not None}
 
 
 def _fitting(kind: type[Call], message: Mapping[str, Any]) -> dict[str, Any]:
     """What a message has of a call's fields; a TypeError where one is of another type."""
     found = {}
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in _hints(kind).items():
         if name != "ask" and name in message:
             if not isinstance(message[name], _kinds(hint)):
                 raise TypeError(f"{name} is {message[name]!r}")

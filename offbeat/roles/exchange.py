@@ -106,6 +106,10 @@ class Exchange:
         """What went to each shard last."""
         self._replies: list[ReplyHeader] = []
         """What came from each shard last: a reply, or what a welcome stands for."""
+        self._answered: set[int] = set()
+        """Shards that have said what became of the last push."""
+        self._lost: dict[int, WorkerEnd] = {}
+        """Shards whose server was started anew and lacks it, and the links that it went over."""
         self._reached: list[int] = []
         """The last step that each shard has."""
         self.batches = 0
@@ -247,7 +251,8 @@ class Exchange:
         made: Callable[[], None] = lambda: None,
     ) -> None:
         """Send every shard its slice of step `step`'s gradient; `present`: which tensors have one;
-        `versions`: of the parameters that it was computed on, which may have been replaced since;
+        `versions`: of the parameters that it was computed on, which may have been replaced since,
+        also by those of a server that was started anew, and has no such version yet;
         `batch`: its last one, where steps are not of one each; `speed`: what the first server is
         told of the worker's.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
@@ -262,7 +267,7 @@ class Exchange:
                 self._rank,
                 self._incarnation,
                 step,
-                version,
+                min(version, shown),
                 batch=step - 1 if batch is None else batch,
                 epoch=link.welcome.epoch,
                 shard=shard,
@@ -270,7 +275,9 @@ class Exchange:
                 masked=masked,
                 speed=0.0 if shard else speed,
             )
-            for shard, (link, version) in enumerate(zip(self._links, versions, strict=True))
+            for shard, (link, version, shown) in enumerate(
+                zip(self._links, versions, self.versions, strict=True)
+            )
         ]
         for link, header, rows in zip(self._links, self._pushed, self.rows, strict=True):
             if rows is not None:
@@ -300,9 +307,10 @@ class Exchange:
         To go back in the midst of training could have two workers wait for each other: one at the
         shard that lost a sync round, for the other one to push that round again, and the other one
         at a shard that has it, for the first to push the next."""
-        for shard in range(len(self._links)):
-            self._replies[shard] = reply = self._await(shard)
-            self._reached[shard] = max(self._reached[shard], reply.sequence)
+        self._lost.clear()
+        self._answered.clear()
+        while lacking := set(range(len(self._links))) - self._answered:
+            self._take(shard := min(lacking), self._await(shard))
         self.fastest = self._replies[0].fastest or self.fastest
         self._land()
         return _pooled(self._replies)
@@ -312,21 +320,79 @@ class Exchange:
         while True:
             link = self._links[shard]
             try:
-                return self._next_reply(link)
+                return self._next_reply(shard, link)
             except ConnectionClosedError as error:
-                welcome = self._rejoin(shard, error)
-                is_in = welcome.settled_sequence >= self._pushed[shard].sequence
-                if is_in or not self._is_wanted(shard, link.welcome):
-                    return _reply_of(welcome, APPLIED if is_in else LOST)
-                self._push_again(shard, link)
+                if (reply := self._come_again(shard, link, error)) is not None:
+                    return reply
 
-    def _next_reply(self, link: WorkerEnd) -> ReplyHeader:
-        while (reply := link.wait_reply(POLL_S)) is None:
+    def _take(self, shard: int, reply: ReplyHeader) -> None:
+        self._answered.add(shard)
+        self._replies[shard] = reply
+        self._reached[shard] = max(self._reached[shard], reply.sequence)
+
+    def _come_again(
+        self, shard: int, link: WorkerEnd, error: ConnectionClosedError
+    ) -> ReplyHeader | None:
+        """A link broke. Returns what the welcome stands for; None: the push is sent once more."""
+        welcome = self._rejoin(shard, error)
+        if welcome.settled_sequence >= self._pushed[shard].sequence:
+            return _reply_of(welcome, APPLIED)
+        if self._is_wanted(shard, link.welcome):
+            self._push_again(shard, link)
+            return None
+        if welcome.epoch != link.welcome.epoch:
+            self._lost[shard] = link
+        return _reply_of(welcome, LOST)
+
+    def _next_reply(self, shard: int, link: WorkerEnd) -> ReplyHeader:
+        """The reply to the last push; where something on the way doubles what it carries, answers
+        to others may come before it."""
+        sequence, patience_s = self._pushed[shard].sequence, self._job.config.worker_timeout
+        since_s = self._clock()
+        while (reply := link.wait_reply(POLL_S)) is None or reply.sequence != sequence:
             self._check_stop()
+            if self._clock() - since_s > patience_s:
+                self._look_at_others(shard)
+                since_s = self._clock()
         self.traffic.replied(link, reply)
         if reply.epoch != link.welcome.epoch:
             raise ConnectionClosedError("a reply of another epoch")
         return reply
+
+    def _look_at_others(self, waiting: int) -> None:
+        """No answer for long. It may be that another worker waits for this one elsewhere, and this
+        one here for it: where servers gather what several pushed, one that was started anew has not
+        what its former self had. So that is pushed once more, and awaited in its turn."""
+        if self._job.joins_norms:  # who makes their rounds meet has patience, too
+            return
+        for shard in range(len(self._links)):
+            if shard != waiting and shard not in self._lost:
+                self._look_at(shard)
+            if shard != waiting and shard in self._lost:
+                self._push_anew(shard)
+
+    def _look_at(self, shard: int) -> None:
+        """Whether its server is still there; it may have answered meanwhile."""
+        link = self._links[shard]
+        try:
+            reply = link.wait_reply(0.0)
+        except ConnectionClosedError as error:
+            self._answered.discard(shard)
+            reply = self._come_again(shard, link, error)
+        else:
+            if reply is None or reply.sequence != self._pushed[shard].sequence:
+                return
+            self.traffic.replied(link, reply)
+        if reply is not None and reply.epoch == self._links[shard].welcome.epoch:
+            self._take(shard, reply)
+
+    def _push_anew(self, shard: int) -> None:
+        """To the server that is there now, which knows nothing of the versions of the former."""
+        welcome, header = self._links[shard].welcome, self._pushed[shard]
+        header.epoch = welcome.epoch
+        header.base_version = min(header.base_version, welcome.version)
+        self._push_again(shard, self._lost.pop(shard))
+        self._answered.discard(shard)
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

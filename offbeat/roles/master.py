@@ -265,7 +265,10 @@ class Master:
     def _open(self) -> None:
         statuses = [self._status_of(server) for server in self._servers]
         if not list_checkpoints(self._folder.checkpoints):
-            snapshots = self._snapshots_now()  # workers may be at work already
+            # workers may be at work already, and servers may die
+            snapshots = keep_trying(
+                self._first_snapshots, self._connect_timeout_s, self._stop, self._clock
+            )
             self._commit_if_new(snapshots if self._may_commit(snapshots) else self._initial)
         else:  # servers that lived on may be ahead of it
             checkpoint = newest_checkpoint(self._folder.checkpoints)
@@ -276,6 +279,11 @@ class Master:
         self._watch(statuses)
         self._initial = []  # there is a checkpoint from now on
         self.opened.set()
+
+    def _first_snapshots(self) -> list[ShardState]:
+        for server in self._servers:
+            self._status_of(server)
+        return self._snapshots_now()
 
     def _keep_books(self) -> str:
         """Commit at every multiple of `checkpoint_every` until all are done, or told to stop.

@@ -177,13 +177,13 @@ class Sessions:
 
     def _may_come(self, end: ServerEnd, worker: int, incarnation: int) -> bool:
         """Whether no other process is this worker; if one is, whoever came is told so."""
-        if self.ledger.is_outdated(worker, incarnation):
+        has_way = self.ledger.is_outdated(worker, incarnation) or self._make_way(worker)
+        if self.ledger.is_outdated(worker, incarnation):  # perhaps since it waited
             end.refuse(f"a newer worker {worker} is here already")
             return False
-        if not self._make_way(worker):
+        if not has_way:
             end.close("this worker's former connection does not come to its end")
-            return False
-        return True
+        return has_way
 
     def _admit(
         self, end: ServerEnd, worker: int, incarnation: int

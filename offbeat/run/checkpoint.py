@@ -130,6 +130,12 @@ class Checkpoint:
         accounts = joined(shard.accounts for shard in self.shards)
         return {worker: (a.incarnation, a.sequence) for worker, a in accounts.items()}
 
+    @property
+    def next_incarnation(self) -> int:
+        """What whoever goes on from here calls its workers and servers: it is new to the
+        accounts."""
+        return 1 + max((incarnation for incarnation, _ in self.applied().values()), default=0)
+
     def batches(self) -> dict[int, int]:
         """How many each worker has gone through with that one."""
         accounts = joined(shard.accounts for shard in self.shards)
@@ -173,6 +179,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         number += 1
     temporary = folder / f".{final.name}.{os.getpid()}.tmp"
     try:
+        _clear(folder)
         temporary.mkdir(parents=True)
         files = {f"shard-{k}.safetensors": s.tensors for k, s in enumerate(checkpoint.shards)}
         if checkpoint.frozen:
@@ -188,6 +195,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"cannot write {final}: {error.strerror or error}") from error
     return final
+
+
+def _clear(folder: Path) -> None:
+    """What a process left behind that was killed while it wrote; in containers they all have the
+    same number. Only one writes at a time."""
+    for path in folder.glob(".*.tmp"):
+        shutil.rmtree(path)
 
 
 def shard_digests(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -329,6 +330,31 @@ def test_a_reply_of_another_epoch_makes_a_worker_join_again(
     assert newer.pushed[0][0].epoch == 1 and newer.pushed[0][0].base_version == 3
 
 
+def test_an_answer_that_comes_again_is_not_taken_for_the_next_ones(rigged: Any) -> None:
+    """Something on the way doubles what it carries."""
+    rig = rigged([ScriptedLink(1.0, welcome(0), reply(1, 1), reply(1, 1), None, reply(2, 2))])
+    rig.exchange.join()
+    for step in (1, 2):
+        rig.push(step)
+        assert rig.exchange.await_all() == "applied"
+        assert rig.exchange.versions == [step]
+
+
+def test_of_versions_that_a_server_does_not_have_any_more_nobody_speaks(rigged: Any) -> None:
+    """With --overlap a gradient was computed before the server came back that it goes to."""
+    former = ScriptedLink(1.0, welcome(5), reply(1, 9, epoch=1))
+    newer = ScriptedLink(2.0, welcome(3, epoch=1), reply(2, 4, epoch=1), reply(3, 7, epoch=1))
+    rig = rigged([former, newer])
+    rig.exchange.join()
+    rig.push(1)
+    before = rig.exchange.versions
+    rig.exchange.await_all()
+    rig.exchange.push(2, (True,) * 4, before)
+    rig.exchange.await_all()
+    rig.exchange.push(3, (True,) * 4, [3])
+    assert [header.base_version for header, _ in newer.pushed] == [3, 3]
+
+
 def test_a_gradient_that_is_in_is_not_pushed_again(rigged: Any) -> None:
     former = ScriptedLink(1.0, welcome(5), BROKEN)
     newer = ScriptedLink(2.0, welcome(6, settled=1))
@@ -361,6 +387,37 @@ def test_a_gradient_that_is_not_in_is_pushed_again_as_it_was(
     assert (header.base_version, set(values), mask) == (5, {0.25}, [1, 1, 0, 1])
     assert rig.rejoins() == [(0, 0, 0, 5, version)] * 2
     assert rig.exchange.versions == [version + 1]
+
+
+def test_who_waits_for_long_looks_at_the_other_servers(rigged: Any) -> None:
+    """Somebody may wait for it there, and it here for that one: what a server lacks that was
+    started anew is pushed to it once more."""
+    away = ScriptedLink(1.0, welcome(5), BROKEN)
+    back = ScriptedLink(2.0, welcome(3, epoch=1), reply(1, 4, epoch=1))
+    slow = ScriptedLink(3.0, welcome(5), None, None, None, reply(1, 6))
+    gone = ScriptedLink(4.0, welcome(5), BROKEN)
+    there = ScriptedLink(5.0, welcome(2, epoch=1), reply(1, 3, epoch=1))
+    rig = rigged([away, back], [slow], [gone, there], worker_timeout=2.0)
+    rig.exchange._clock = itertools.count().__next__
+    rig.exchange.join()
+    rig.push(1, value=0.25)
+    assert rig.exchange.await_all() == "applied"
+    for link, version in ((back, 3), (there, 2)):
+        ((header, slot),) = link.pushed
+        assert (header.sequence, header.epoch, header.base_version) == (1, 1, version)
+        assert set(slot[0]) == {0.25}
+    assert len(slow.pushed) == 1 and rig.exchange.versions == [4, 6, 3]
+
+
+def test_an_answer_that_came_while_another_server_was_waited_for_counts(rigged: Any) -> None:
+    slow = ScriptedLink(1.0, welcome(0), None, None, None, None, reply(1, 1))
+    quick = ScriptedLink(2.0, welcome(0), reply(1, 7), BROKEN)
+    rig = rigged([slow], [quick], worker_timeout=2.0)
+    rig.exchange._clock = itertools.count().__next__
+    rig.exchange.join()
+    rig.push(1)
+    assert rig.exchange.await_all() == "applied"
+    assert rig.exchange.versions == [1, 7]
 
 
 def test_buffers_are_pushed_again_too(rigged: Any, monkeypatch: pytest.MonkeyPatch) -> None:

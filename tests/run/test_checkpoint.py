@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, and every byte accounted for."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,17 @@ def test_one_that_cannot_be_finished_is_absent(
     with pytest.raises(CheckpointError, match="No space left"):
         save_checkpoint(tmp_path, make_checkpoint(version=2))
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    """In a container its successor has the same number."""
+    for number in (os.getpid(), 1):
+        left = tmp_path / f".00000003.{number}.tmp"
+        left.mkdir()
+        (left / "shard-0.safetensors").write_bytes(b"half")
+    save_checkpoint(tmp_path, make_checkpoint(version=3))
+    assert [p.name for p in tmp_path.iterdir()] == ["00000003"]
+    assert newest_checkpoint(tmp_path).version == 3
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
