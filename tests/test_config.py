@@ -45,6 +45,7 @@ def test_the_flags_are_frozen() -> None:
         "max_delay",
         "collect",
         "buffer_size",
+        "ack",
         "split",
         "feed",
         "loader_workers",

@@ -322,6 +322,11 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 def _add_meeting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind", metavar="HOST", help="ps: listen there instead of at its address")
     parser.add_argument(
+        "--journal-dir",
+        metavar="DIR",
+        help="ps: where to keep the journal of a run with --ack durable, on a disk of this machine",
+    )
+    parser.add_argument(
         "--start-timeout",
         metavar="S",
         type=_size,
