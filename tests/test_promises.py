@@ -210,8 +210,12 @@ class World:
             )
 
     def rejoin(self, worker: int, life: int) -> None:
-        if self.life[worker] == life:  # or it went down once more
+        if self.life[worker] != life:  # it went down once more
+            return
+        if self.synced == len(self.journal):
             self.join(worker)
+        else:  # what it would be shown is not on the disk yet
+            self.plan(0.05, lambda: self.rejoin(worker, life))
 
     def shown_too_much(self) -> list[int]:
         """Who has a reply that shows what is not there any more."""
