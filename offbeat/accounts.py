@@ -86,12 +86,15 @@ class AccountBook:
         self._through: dict[int, tuple[int, int]] = {}
         """The incarnation and last push of workers that are done, and have something pending."""
 
-    def load(self, accounts: Mapping[int, Account]) -> None:
+    def load(self, accounts: Mapping[int, Account], *, are_heard: bool = False) -> None:
+        """`are_heard`: as if they had been settled here, since nothing was lost in between."""
         self.accounts = copied(accounts)
         for kept in (self._claimed, self._heard, self._pending, self._through):
             kept.clear()
         self._came.clear()
         self._came_again.clear()
+        if are_heard:
+            self._heard.update(self.accounts)
 
     def copy(self) -> Accounts:
         """For a checkpoint. What is pending behind a later one that is settled would be passed over

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.rays import RayCluster, find_ray
-from offbeat.config import TrainConfig, make_config, not_overruled
+from offbeat.config import APPLIED, TrainConfig, make_config, not_overruled
 from offbeat.engines.actors import RayEngine, ray_for
 from offbeat.engines.base import Engine
 from offbeat.engines.cluster import ClusterEngine
@@ -47,6 +47,7 @@ from offbeat.roles.control import Control
 from offbeat.roles.evaluator import Evaluator, FolderSource, found_in
 from offbeat.roles.evaluator import Found as Scored
 from offbeat.roles.judging import make_judges, reason_of
+from offbeat.roles.salvage import has_journals, salvage
 from offbeat.roles.scoring import score_line
 from offbeat.run.callbacks import Caller, Given, make_callbacks
 from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
@@ -403,9 +404,17 @@ def resume_config(
     _check(config, endpoint)
     with folder.locked() as lock, fork_server(config.engine, forks) as forks:
         checkpoint = newest_checkpoint(folder.checkpoints)
-        began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
+        elapsed_s = summarise(folder.path)["total_time_s"]
+        began_s = time.monotonic() - elapsed_s
         is_given = options.get("recipe") is not None
         found = find_again(config.recipe, RecipeFile.kept(described), recipe, is_given=is_given)
+        salvaged: Sequence[str] = ()
+        if has_journals(folder):
+            former, _ = make_recipe(found.recipe, before.recipe, before.set)
+            job = rejoin_job(before, former, Facts(**described["job"]), None)
+            is_tolerant = options.get("ack") == APPLIED
+            salvaged = salvage(folder, job, at_s=elapsed_s, tolerant=is_tolerant)
+            checkpoint = newest_checkpoint(folder.checkpoints)
         made, config = _with_parameters(config, found.recipe)
         job = make_job(
             config,
@@ -431,6 +440,7 @@ def resume_config(
                 threads=threads,
                 callbacks=told,
                 resumed=True,
+                salvaged=salvaged,
             )
             return _run(job, replicas, start, lock=lock, incarnation=checkpoint.next_incarnation)
 
@@ -466,6 +476,8 @@ class _Start:
     callbacks: Sequence[Callback]
     display: MakeDisplay | None = None
     resumed: bool = False
+    salvaged: Sequence[str] = ()
+    """What is to be said of the journals that it had."""
     begun: Callable[[Engine], None] = lambda engine: None
 
     def clock(self) -> float:
@@ -494,7 +506,7 @@ def _run(
     total = None if None in steps or config.paces else sum(n for n in steps if n is not None)
     show = start.display or functools.partial(make_display, quiet=config.quiet)
     display = show(_title(job, folder), total)
-    for line in _notices(job, start.found.change):
+    for line in (*_notices(job, start.found.change), *start.salvaged):
         display.notice(line)
     caller = Caller(start.callbacks, folder, display, _beginning(job, start))
     engine = _make_engine(job, replicas, start, caller.display, lock=lock, incarnation=incarnation)

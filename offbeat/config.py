@@ -79,8 +79,18 @@ FAULT_OPTIONS = ("slow_worker", "kill_worker", "lying_worker")
 """Options that make a worker worse than it is."""
 PLUGINS = ("optimizer", "outer_optimizer", "rule", "compress", "compress_replies")
 """Options that can also name a class of the user's own; disciplines are looked up here already."""
+APPLIED, DURABLE = "applied", "durable"
 LAUNCH_OPTIONS = (
-    *("discipline", "servers", "workers", "fused", "rule", "backup_workers", "round_timeout"),
+    *(
+        "ack",
+        "discipline",
+        "servers",
+        "workers",
+        "fused",
+        "rule",
+        "backup_workers",
+        "round_timeout",
+    ),
     *("staleness", "max_delay", "collect", "buffer_size", "threads", "worker_timeout"),
     *("max_restarts", "fresh_worker_state", *FAULT_OPTIONS),
     *("run_dir", "checkpoint_every", "keep", "quiet", "seed", "tensorboard", "track", "engine"),
@@ -324,6 +334,14 @@ class TrainConfig:
     max_delay: float | None = _option_of(Ringmaster, "max_delay", default=None)
     collect: int | None = _option_of(Rennala, "collect", default=None)
     buffer_size: int | None = _option_of(Buffer, "buffer_size", default=None)
+    ack: str = _option(
+        APPLIED,
+        text,
+        "what a server's answer promises: applied, that the gradient is in, as long as the server "
+        "lives (one that is killed goes on from the newest checkpoint); durable, that it is in a "
+        "journal on the disk, out of which everything that was answered is had again",
+        choices=(APPLIED, DURABLE),
+    )
     split: str = _option(
         "disjoint",
         text,
@@ -562,6 +580,11 @@ class TrainConfig:
         return len(self.devices.split(",")) if self.devices else 1
 
     @property
+    def is_durable(self) -> bool:
+        """Whether what servers have answered is on their disks."""
+        return self.ack == DURABLE
+
+    @property
     def slowdowns(self) -> dict[int, float]:
         """How many times as long as it needs to each worker that is held up takes for a step."""
         found = _by_rank("slow_worker", self.slow_worker, r"(\d+):(\d+(?:\.\d+)?)x", "1:3x")
@@ -620,6 +643,7 @@ class TrainConfig:
             )
         config = _resolve_coding(config)
         _check_unserved(config)
+        _check_ack(config)
         if config.outer_optimizer is not None and config.local_steps is None:
             raise ConfigError(
                 "outer_optimizer is the servers', where workers have one of their own: give "
@@ -860,6 +884,32 @@ def _check_unserved(config: TrainConfig) -> None:
         raise ConfigError(
             f"{kind.name} knows no more of a round's gradients than their sum: rule must be "
             f"{' or '.join(RULES_OF_SUMS)}, not {config.rule}"
+        )
+
+
+def _check_ack(config: TrainConfig) -> None:
+    """A journal is a server's, on its own disk, and has updates in one order."""
+    if not config.is_durable:
+        return
+    kind = config.chosen.kind
+    if not kind.served:
+        raise ConfigError(
+            f"ack durable is a server's promise, and {kind.name} has none: leave it out"
+        )
+    if not kind.locked:
+        raise ConfigError(
+            f"ack durable writes updates down in the order in which they are made, and {kind.name} "
+            f"has no such order: say --discipline reply-apply, which answers at once as well"
+        )
+    if config.engine == "ray":
+        raise ConfigError(
+            "ack durable keeps a journal on the server's disk, and Ray may start a server again "
+            "on another node: say --engine local, or start the roles on machines by hand"
+        )
+    if config.server_device not in (AUTO, "cpu"):
+        raise ConfigError(
+            f"ack durable writes gradients down from the CPU's memory: leave server_device "
+            f"{config.server_device} out, or say cpu"
         )
 
 

@@ -16,6 +16,7 @@ OffbeatError
     ├── DeviceMemoryError   a GPU has no memory left for what a run needs
     ├── StepError           what a worker failed with, and at which step
     ├── CheckpointError     no valid checkpoint, or one that could not be written
+    ├── JournalError        a server's journal that is damaged, or cannot be written
     └── ConnectionClosedError  the other end of a connection is gone
 """
 
@@ -95,6 +96,10 @@ class StepError(RunError):
         self.rank = rank
         self.step = step
         self.__cause__ = cause
+
+
+class JournalError(RunError):
+    pass
 
 
 class CheckpointError(RunError):

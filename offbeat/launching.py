@@ -15,17 +15,19 @@ from typing import Any
 from offbeat.api import Result
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.rays import RayCluster, find_ray
-from offbeat.config import CODING_OPTIONS, TrainConfig, make_config, not_overruled
+from offbeat.config import APPLIED, CODING_OPTIONS, TrainConfig, make_config, not_overruled
 from offbeat.engines.actors import RayEngine, ray_for
 from offbeat.engines.base import Engine
 from offbeat.engines.forkserver import ForkServer
 from offbeat.engines.local import LocalEngine
 from offbeat.engines.scripted import ScriptedEngine
 from offbeat.errors import ConfigError, ScriptEndedError, ScriptRefusedError
+from offbeat.loops.description import Description
 from offbeat.loops.job import facts_json, make_loop_job, resolved
 from offbeat.recipes.callbacks import Callback, Start
 from offbeat.recipes.metrics import LOSS
 from offbeat.report.summary import summarise
+from offbeat.roles.salvage import has_journals, salvage
 from offbeat.run.callbacks import Caller
 from offbeat.run.checkpoint import newest_checkpoint
 from offbeat.run.progress import Display, Status
@@ -140,12 +142,21 @@ def relaunch(
     config = make_config(not_overruled(kept, options), options, here)
     _check(config)
     with folder.locked() as lock:
+        elapsed_s = summarise(folder.path)["total_time_s"]
+        began_s = time.monotonic() - elapsed_s
+        salvaged: Sequence[str] = ()
+        if has_journals(folder):
+            description = Description.from_json(folder.read_json(folder.model))
+            job = make_loop_job(before, description)
+            is_tolerant = options.get("ack") == APPLIED
+            salvaged = salvage(folder, job, at_s=elapsed_s, tolerant=is_tolerant)
         checkpoint = newest_checkpoint(folder.checkpoints)
-        began_s = time.monotonic() - summarise(folder.path)["total_time_s"]
         for left in (folder.state, folder.model):
             left.unlink(missing_ok=True)
         incarnation = 1 + max((i for i, _ in checkpoint.applied().values()), default=0)
         display, script = Notices(say), described["script"]
+        for line in salvaged:
+            display.notice(line)
         if (change := change_of(script)) is not None:
             display.notice(change)
         launched = Launched(config, folder, script, began_s, display, forks, master=master)

@@ -8,6 +8,12 @@ disciplines do, one of which it asks:
     Dismiss(reason)    send away the worker whose push this answers: the run is over
     Snapshot(request)  keep a copy of the shard as it is now
     Copy(record)       keep a copy of this push's gradient: its worker's reply is next
+    Write(record)      write this push down in the journal, with its gradient
+    Send(record)       the reply to this push, which is made, may leave
+
+The last two are for a server that promises: what it has answered is on its disk. A reply is made
+as ever, when the discipline says so, and leaves when the journal is on the disk up to what was
+last in it then: so what a worker is shown will be there after any crash, and so will its gradient.
 
 A push whose reply comes before anything is decided on it is *pending*: its worker goes on, and may
 push again, before it is applied or dropped. What becomes of it then is told by `take_decided`.
@@ -40,6 +46,7 @@ from offbeat.accounts import (
     Account,
     AccountBook,
     Accounts,
+    copied,
 )
 from offbeat.disciplines import Action as DisciplineAction
 from offbeat.disciplines import Apply, Discipline, Drop, Push, Reply
@@ -134,7 +141,17 @@ class Copy:
     record: PushRecord
 
 
-Action = Apply | Reply | Dismiss | Snapshot | Copy
+@dataclass(frozen=True, slots=True)
+class Write:
+    record: PushRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    record: PushRecord
+
+
+Action = Apply | Reply | Dismiss | Snapshot | Copy | Write | Send
 
 
 @runtime_checkable
@@ -170,14 +187,23 @@ class Ledger:
         epoch: int = 0,
         budget: int | None = None,
         in_step: bool = False,
+        promises: bool = False,
     ) -> None:
         """`epoch`: how often the server was started before. `budget`: after so many updates no
         gradient is taken any more, and workers are told that the run is over. `in_step`: all
-        servers have the same rounds, so that a push of which nothing comes here stands for one."""
+        servers have the same rounds, so that a push of which nothing comes here stands for one.
+        `promises`: nobody is answered before the server's disk has what that says."""
         self.discipline = discipline
         self.epoch = epoch
         self.budget = budget
         self.in_step = in_step
+        self.promises = promises
+        self.durable = 0
+        """The number of the last entry of the journal that is on the disk."""
+        self.is_founded = False
+        """A checkpoint is, on which the journal rests."""
+        self._withheld: dict[int, tuple[PushRecord, int]] = {}
+        """By worker, whose reply is made, and which entry it waits for."""
         self.members: dict[int, Member] = {}
         self.finished: set[int] = set()
         """Workers that are through, whether or not they are still connected."""
@@ -203,8 +229,9 @@ class Ledger:
     # -- accounts ------------------------------------------------------------------------------
 
     def load(self, accounts: Mapping[int, Account]) -> None:
-        """Go on from a checkpoint's accounts. Workers that were through come again, and say so."""
-        self._book.load(accounts)
+        """Go on from a checkpoint's accounts. Workers that were through come again, and say so.
+        Whoever promises has lost nothing: what is missing later on came too late."""
+        self._book.load(accounts, are_heard=self.promises)
         self._newest = {worker: account.incarnation for worker, account in accounts.items()}
 
     @property
@@ -212,7 +239,8 @@ class Ledger:
         return self._book.accounts
 
     def copy_accounts(self) -> Accounts:
-        return self._book.copy()
+        """For a checkpoint; of a server that promises, what is pending is in the journal."""
+        return copied(self._book.accounts) if self.promises else self._book.copy()
 
     # -- who is there --------------------------------------------------------------------------
 
@@ -249,6 +277,8 @@ class Ledger:
     def leave(self, worker: int) -> Sequence[Action]:
         """A worker's connection has ended."""
         member = self.members.pop(worker)
+        if self._withheld:
+            self._withheld.pop(worker, None)
         if self.is_closing or member.is_finished:
             return ()
         return self._note(self.discipline.on_leave(worker))
@@ -296,7 +326,10 @@ class Ledger:
         if record.outcome in ABSTAINING and not takes_turn:
             return (Reply(record.worker),)
         push = Push(record.worker, record.sequence, record.base_version, version)
-        return self._note(self.discipline.on_push(push))
+        actions = self._note(self.discipline.on_push(push))
+        if self.promises and record.outcome != DROPPED:
+            return (Write(record), *actions)
+        return actions
 
     def take_part(self, pushes: Sequence[Push], version: int) -> list[PushRecord]:
         """Which of these make the update: none where the budget was spent meanwhile, and not those
@@ -424,6 +457,46 @@ class Ledger:
     def _end_waiting(self, record: PushRecord) -> None:
         del self.pending[record.worker, record.sequence]
         self._decided.append(record)
+
+    # -- what is promised ----------------------------------------------------------------------
+
+    def withholds(self, record: PushRecord, entry: int) -> bool:
+        """The reply to it is made, and the journal has come to this entry: whether the reply has to
+        wait until `on_durable`, or `on_founded`, says `Send`."""
+        if self.is_founded and entry <= self.durable:
+            return False
+        self._withheld[record.worker] = record, entry
+        return True
+
+    def on_durable(self, entry: int) -> Sequence[Action]:
+        """The journal is on the disk up to this entry."""
+        self.durable = max(self.durable, entry)
+        return self._sendable()
+
+    def on_founded(self) -> Sequence[Action]:
+        """A checkpoint is on the disk, and what a server that comes anew goes on from: it, or a
+        later one."""
+        self.is_founded = True
+        return self._sendable()
+
+    def _sendable(self) -> Sequence[Action]:
+        if not self.is_founded:
+            return ()
+        found = [record for record, entry in self._withheld.values() if entry <= self.durable]
+        for record in found:
+            del self._withheld[record.worker]
+        return [Send(record) for record in found]
+
+    def restore(self, record: PushRecord) -> None:
+        """A former life of the server settled it, so the journal says."""
+        self._settle(record)
+
+    def regather(self, answered: Sequence[PushRecord]) -> list[list[PushRecord]]:
+        """Which updates to make of what was answered in a former life, and is in none: as when
+        nobody is left, what was gathered makes one, and what waited for its turn makes its own."""
+        if self.discipline.merges:
+            return [list(answered)] if answered else []
+        return [[record] for record in answered]
 
     # -- snapshots -----------------------------------------------------------------------------
 

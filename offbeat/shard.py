@@ -47,6 +47,8 @@ class ShardState:
     """What became of each worker's gradients up to here."""
     falls: tuple[int, ...] = ()
     """The versions from which on the learning rate is lower, where it goes by scores."""
+    entry: int = 0
+    """The last one of its server's journal that is in it; 0: none is, or there is no journal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ from offbeat.roles.control import CONTROL_VARIABLE, Control
 from offbeat.scripts import check_options, describe_script
 
 INTERRUPTED = 130
+OF_SERVERS = ("bind", "journal_dir")
+"""Flags of a role that mean nothing to others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +153,8 @@ def _launch(known: argparse.Namespace) -> int:
     check_options(list(given))
     if (found := _find_hosts(known)) is not None:
         return _launch_by_hand(known, given, *found)
-    for name in ("role", "index", "bind", "token_file", "tls_cert", "tls_key", "tls_ca"):
+    of_clusters = ("role", "index", "bind", "journal_dir", "token_file")
+    for name in (*of_clusters, "tls_cert", "tls_key", "tls_ca"):
         if getattr(known, name, None) is not None:
             raise ConfigError(
                 f"{flag(name)} belongs to a cluster: name it with --cluster cluster.toml, or --ps "
@@ -209,7 +212,7 @@ def _serve_script(
     if script is not None:
         launched.find_modules(script)
     file = None if script is None else str(script["file"])
-    stopped = roles.serve(_endpoint(known, hosts), index, getattr(known, "bind", None), file)
+    stopped = roles.serve(_endpoint(known, hosts), index, **_of_server(known), script=file)
     return INTERRUPTED if stopped else 0
 
 
@@ -342,7 +345,8 @@ def _role_of_scheduler(known: argparse.Namespace) -> int:
             vars(known).pop(name, None)
         known.resume = known.config = None
     if task.role != "ps":
-        vars(known).pop("bind", None)
+        for name in OF_SERVERS:
+            vars(known).pop(name, None)
     return _role_by_hand(known, hosts, task.role, task.index)
 
 
@@ -387,7 +391,7 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
             say(line)
         return INTERRUPTED if result.interrupted else 0
     if role == "ps":
-        stopped = roles.serve(endpoint, index, getattr(known, "bind", None))
+        stopped = roles.serve(endpoint, index, **_of_server(known))
     elif role == "worker":
         done, stopped = roles.work(endpoint, rank, given, scores=known.score)
         for line in _lines(done.metric_name, done.scores, done.time_s, done.loss):
@@ -397,6 +401,11 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
     else:
         stopped = roles.score(endpoint, given)
     return INTERRUPTED if stopped else 0
+
+
+def _of_server(known: argparse.Namespace) -> dict[str, str | None]:
+    """What a server that is started by hand is told here."""
+    return {"bind": getattr(known, "bind", None), "journal": getattr(known, "journal_dir", None)}
 
 
 def _check_role_flags(
@@ -410,6 +419,8 @@ def _check_role_flags(
         raise ConfigError("--join comes as one more than the cluster lists: leave --index out")
     if "bind" in vars(known) and role != "ps":
         raise ConfigError(f"--bind is for servers: a {role} listens nowhere")
+    if "journal_dir" in vars(known) and role != "ps":
+        raise ConfigError(f"--journal-dir is for servers: a {role} keeps no journal")
     allowed = options() if is_master else () if role == "ps" else LOCAL_OPTIONS
     for name in names:
         if name not in allowed:
@@ -546,6 +557,7 @@ def _bench(known: argparse.Namespace) -> int:
             raise ConfigError(f"cannot write {file}: there is no such folder")
     with signals_as_ctrl_c():
         from offbeat.bench import (
+            durable,
             engines,
             exchange,
             gpu,
@@ -563,6 +575,7 @@ def _bench(known: argparse.Namespace) -> int:
         kinds = {"exchange": exchange.exchange, "train": train.train, "norm": norm.norm}
         kinds |= {"network": network.network, "report": report.report}
         kinds |= {
+            "durable": durable.durable,
             "engines": engines.engines,
             "start": start.start,
             "gpu": gpu.gpu,

@@ -322,6 +322,11 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 def _add_meeting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind", metavar="HOST", help="ps: listen there instead of at its address")
     parser.add_argument(
+        "--journal-dir",
+        metavar="DIR",
+        help="ps: where to keep the journal of a run with --ack durable, on a disk of this machine",
+    )
+    parser.add_argument(
         "--start-timeout",
         metavar="S",
         type=_size,
@@ -444,6 +449,13 @@ def _add_bench_launch(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "disciplines", str, ("apply-reply", "lock-free"))
 
 
+def _add_bench_durable(parser: argparse.ArgumentParser) -> None:
+    _add_bench_job(parser)
+    seconds = "how long each one trains in a round (default: 4)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=4.0, help=seconds)
+    _add_list(parser, "disciplines", str, ("apply-reply", "reply-apply", "sync", "buffer"))
+
+
 def _add_bench_gpu(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "workers", _count, ("1", "4", "8"))
     _add_list(parser, "disciplines", str, ("apply-reply", "lock-free"))
@@ -538,6 +550,13 @@ BENCHMARKS: dict[str, tuple[str, str, int | None, Callable[[argparse.ArgumentPar
         "What a training loop of one's own costs, on made-up data.",
         5,
         _add_bench_launch,
+    ),
+    "durable": (
+        "gradients per second with --ack durable, beside --ack applied",
+        "What it costs that a server answers when its disk has it (that of TMPDIR), on made-up "
+        "data.",
+        7,
+        _add_bench_durable,
     ),
     "engines": (
         "gradients per second of roles that Ray starts, beside those that the command starts",

@@ -39,10 +39,14 @@ CHECK_TIMEOUT_S = 5.0
 
 
 def serve(
-    endpoint: Endpoint, index: int, bind: str | None = None, script: str | None = None
+    endpoint: Endpoint,
+    index: int,
+    bind: str | None = None,
+    script: str | None = None,
+    journal: str | None = None,
 ) -> bool:
-    """Be server `index`; `script` is where a launched run's lies here. Returns whether it was
-    stopped before the run was over."""
+    """Be server `index`; `script` is where a launched run's lies here, `journal` the folder for
+    what it promises. Returns whether it was stopped before the run was over."""
     where = endpoint.hosts.where("ps", index)
     host, port = split_address(where)
     if bind is not None:
@@ -73,6 +77,7 @@ def serve(
             stop=threading.Event(),
             leave=leave,
             script=script,
+            journal=None if journal is None else Path(journal).expanduser(),
         )
         server.run()
         log.info("server %d leaves: %s", index, server.reason)

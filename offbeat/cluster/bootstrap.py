@@ -97,11 +97,14 @@ class Bootstrap:
         stop: threading.Event,
         leave: threading.Event | None = None,
         script: str | None = None,
+        journal: Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`script`: where this machine has the script of a launched run, if it does."""
+        """`script`: where this machine has the script of a launched run, if it does; `journal`: the
+        folder for the journal of a server that promises."""
         self.index = index
         self._script = script
+        self._journal = journal
         self._now = now
         self.log = log
         self._start_timeout_s = start_timeout_s
@@ -352,8 +355,13 @@ class Bootstrap:
             generation=epoch,
             stop_ends_run=False,
             look=self._look,
+            journal=self._journal,
+            run=call.run,
         )
-        role = ServerRole(context, self.index)
+        try:
+            role = ServerRole(context, self.index)
+        except OffbeatError as error:
+            raise ConnectionClosedError(str(error), refused=True) from error
         self.log.info("serving %s, %s", job.config.recipe, job.config.discipline)
         return Run(told=call, job=job, role=role, records=records, began_s=began_s)
 

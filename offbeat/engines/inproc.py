@@ -50,6 +50,7 @@ class InprocEngine(ThreadEngine):
             network=InprocNetwork(listeners),
             folder=self.folder,
             states=self.folder.states,
+            journal=self.folder.journal,
             owns_process=False,
             summaries=self._summaries,
         )

@@ -7,7 +7,9 @@ these was computed on. No torch.
 
 A server that was started again, with an older state, makes some versions a second time; so a
 version belongs to one of a server's *lives*. A gradient that was computed again for a server that
-had lost it is another one of the same number.
+had lost it is another one of the same number. One that a server has out of its journal is not: the
+updates that it makes again are events once more (`again`), and its life begins where the checkpoint
+was that it went on from.
 """
 
 import bisect
@@ -134,6 +136,12 @@ class _Arrival:
     lr: float | None
     norm: float | None
     is_unusable: bool
+    again: bool = False
+    """Out of a journal."""
+
+
+Tried = Mapping[int, list[_Arrival]]
+"""Of one gradient, at each shard; several, where servers made its update again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,8 @@ class _Rejoin:
     shard: int
     former_epoch: int
     seen_version: int
+    is_whole: bool = False
+    """The other one had all that the first had answered: what had not come was pushed again."""
 
 
 Key = tuple[int, int, int]
@@ -171,7 +181,9 @@ class _Reading:
                 self._diverged.append(event)
             case {"kind": "rejoin"} if event["epoch"] != event["former_epoch"]:
                 found = (event["at_s"], event["shard"], event["former_epoch"])
-                self._rejoins[event["worker"]].append(_Rejoin(*found, event["seen_version"]))
+                is_whole = bool(event.get("whole"))
+                rejoin = _Rejoin(*found, event["seen_version"], is_whole)
+                self._rejoins[event["worker"]].append(rejoin)
             case {"kind": "run", "phase": "load"}:
                 lives = self._of(event["shard"])
                 lives.append(Life(event["shard"], len(lives), event["version"], event["epoch"]))
@@ -200,7 +212,7 @@ class _Reading:
         point = Point(life.shard, life.number, event["base_version"])
         is_unusable = event["outcome"] == REJECTED
         more = event["batch"], event.get("lr"), event.get("norm"), is_unusable
-        found = _Arrival(event["received_s"], point, made, *more)
+        found = _Arrival(event["received_s"], point, made, *more, bool(event.get("again")))
         self._arrivals[event["worker"], event["incarnation"], event["sequence"]].append(found)
 
     def recorded(self) -> Recorded:
@@ -217,21 +229,33 @@ class _Reading:
             _connect(lives)
         for event in self._diverged:
             self._diverge(event)
+        for _, gradient in itertools.chain(*self._computed.values()):
+            gradient.bases = [self._where_made(base) for base in gradient.bases]
         gradients = [g for found in self._computed.values() for g in _chained(found)]
         losses = {step: frozenset(found) for step, found in self._losses.items()}
         return Recorded(self._lives, losses, self._checkpoints, gradients)
 
+    def _where_made(self, base: Point | None) -> Point | None:
+        """What a life did not make itself, one before it did."""
+        while base is not None:
+            life = self._lives[base.shard][base.life]
+            if base.version >= life.begins or life.source is None:
+                return base
+            base = Point(base.shard, life.source.life, base.version)
+        return None
+
     def _settle(
         self,
         key: Key,
-        tried: Mapping[int, _Arrival],
+        tried: Tried,
         arrived: dict[tuple[int, int, int], list[tuple[float, Computed]]],
     ) -> None:
         """Put down a gradient, and in every update that it went into."""
-        into = [arrival for arrival in tried.values() if arrival.made is not None]
+        arrivals = list(itertools.chain(*tried.values()))
+        into = [arrival for arrival in arrivals if arrival.made is not None]
         bases = [self._base(key[0], shard, tried) for shard in range(len(self._lives))]
-        first = min(tried.values(), key=lambda arrival: arrival.at_s)
-        is_unusable = any(arrival.is_unusable for arrival in tried.values())
+        first = min(arrivals, key=lambda arrival: arrival.at_s)
+        is_unusable = any(arrival.is_unusable for arrival in arrivals)
         gradient = Computed(key[0], key[2], first.batch, bases, first.at_s, len(into), is_unusable)
         self._computed[key[0]].append((first.at_s, gradient))
         for arrival in into:
@@ -256,39 +280,44 @@ class _Reading:
         found = Computed(worker, event["step"], event["batch"], bases, at_s, is_unusable=True)
         self._computed[worker].append((at_s, found))
 
-    def _tries(self, worker: int, arrivals: Sequence[_Arrival]) -> Iterator[dict[int, _Arrival]]:
+    def _tries(self, worker: int, arrivals: Sequence[_Arrival]) -> Iterator[Tried]:
         """Those that are of one gradient: a worker computes it again only when it has found
-        another server where one had been."""
-        tried: dict[int, _Arrival] = {}
+        another server where one had been, and that lacks some of what the first had."""
+        tried: dict[int, list[_Arrival]] = {}
         for arrival in arrivals:
-            before = next(iter(tried.values()), None)
-            is_next = before is not None and self._next_rejoin(worker, before.at_s, arrival.at_s)
-            if arrival.point.shard in tried or is_next:
+            if tried and self._is_another(worker, tried, arrival):
                 yield tried
                 tried = {}
-            tried[arrival.point.shard] = arrival
+            tried.setdefault(arrival.point.shard, []).append(arrival)
         if tried:
             yield tried
 
-    def _next_rejoin(
+    def _is_another(self, worker: int, tried: Tried, arrival: _Arrival) -> bool:
+        if arrival.again:
+            return False
+        before = next(iter(tried.values()))[0]
+        between = list(self._rejoins_of(worker, before.at_s, arrival.at_s))
+        is_new = any(not rejoin.is_whole for rejoin in between)
+        return is_new or (arrival.point.shard in tried and not between)
+
+    def _rejoins_of(
         self, worker: int, from_s: float, to_s: float = math.inf, shard: int | None = None
-    ) -> _Rejoin | None:
+    ) -> Iterator[_Rejoin]:
         rejoins = self._rejoins.get(worker, [])
         first = bisect.bisect_left(rejoins, from_s, key=lambda rejoin: rejoin.at_s)
         for rejoin in rejoins[first:]:
             if rejoin.at_s > to_s:
-                return None
+                return
             if shard in (None, rejoin.shard):
-                return rejoin
-        return None
+                yield rejoin
 
-    def _base(self, worker: int, shard: int, tried: Mapping[int, _Arrival]) -> Point | None:
+    def _base(self, worker: int, shard: int, tried: Tried) -> Point | None:
         """Of a server that died before it wrote the gradient down, the worker did when it found
         the next one."""
         if shard in tried:
-            return tried[shard].point
-        since_s = min(arrival.at_s for arrival in tried.values())
-        rejoin = self._next_rejoin(worker, since_s, shard=shard)
+            return tried[shard][0].point
+        since_s = min(arrivals[0].at_s for arrivals in tried.values())
+        rejoin = next(self._rejoins_of(worker, since_s, shard=shard), None)
         if rejoin is None:
             return None
         lives = [life for life in self._lives[shard] if life.epoch == rejoin.former_epoch]

@@ -230,6 +230,8 @@ class Record:
                 self.unreadable += 1
 
     def _add_push(self, event: dict[str, Any]) -> None:
+        if event.get("again"):
+            return  # out of a journal: whoever made the update first has counted it
         self.mixed += bool(event["mixed"])
         worker = self.workers[event["worker"]]
         worker.servers_coding_s += event.get("coding_s", 0.0)

@@ -1,10 +1,10 @@
 """What is asked of a server over a connection for calls: each call once, with its way into a
 message and out of it.
 
-By the master: AskStatus, Load, Want, Take, Drain, LeaveOut, Finish, Fall, AskRound, EndRound; by
-an evaluator: Newest; by a script: Show. A `Server` answers them. Where roles are started by hand
-there are others, which `Bootstrap` answers. A message is what JSON can say, with tensors beside it;
-`ask` is the name of the call in it.
+By the master: AskStatus, Load, Want, Take, Cover, Drain, LeaveOut, Finish, Fall, AskRound,
+EndRound; by an evaluator: Newest; by a script: Show. A `Server` answers them. Where roles are
+started by hand there are others, which `Bootstrap` answers. A message is what JSON can say, with
+tensors beside it; `ask` is the name of the call in it.
 """
 
 import types
@@ -84,6 +84,15 @@ class Take(Call):
     """Hand over the snapshot that was wanted, and is ready."""
 
     ask = "take"
+
+
+@dataclass(frozen=True)
+class Cover(Call):
+    """A checkpoint is committed, and nothing of the journal is needed any more that is in a
+    snapshot which was taken at this entry."""
+
+    ask = "cover"
+    entry: int
 
 
 @dataclass(frozen=True)
@@ -369,6 +378,7 @@ def describe_state(state: ShardState) -> Message:
         "version": state.version,
         "accounts": accounts_to_json(state.accounts),
         "falls": list(state.falls),
+        **({"entry": state.entry} if state.entry else {}),
     }
 
 
@@ -379,6 +389,7 @@ def state_from(message: Message, tensors: Tensors) -> ShardState:
         tensors=dict(tensors),
         accounts=accounts,
         falls=tuple(message.get("falls", ())),
+        entry=message.get("entry", 0),
     )
 
 

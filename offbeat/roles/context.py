@@ -122,6 +122,10 @@ class Context:
     """For the master and the evaluator; None: it lies on another machine."""
     states: Path | None = None
     """For workers: where those of this machine keep what no server has; None: nowhere."""
+    journal: Path | None = None
+    """For a server that promises: where those of this machine keep their journals."""
+    run: str = ""
+    """For such a server: whose journal it is, where the folder may have seen other runs."""
     source: CheckpointSource | None = None
     """Where an evaluator finds checkpoints; None: in the folder."""
     generation: int = 0

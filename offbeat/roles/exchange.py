@@ -435,6 +435,10 @@ class Exchange:
         self._links[shard] = self._join(shard, **self._told_elsewhere(shard, former))
         welcome = self._links[shard].welcome
         self._reached[shard] = welcome.settled_sequence
+        is_other = welcome.epoch != former.epoch
+        if is_other and self._job.config.is_durable and not self._goes_on(shard, former):
+            broken = "server %d has answered with version %d, and its disk has no more than %d"
+            self._log.error(broken, shard, self.versions[shard], welcome.version)
         self._events.record(
             "rejoin",
             worker=self._rank,
@@ -443,6 +447,7 @@ class Exchange:
             former_epoch=former.epoch,
             version=welcome.version,
             seen_version=self.versions[shard],
+            **({"whole": True} if is_other and self._goes_on(shard, former) else {}),
             at_s=self._clock(),
         )
         self._log.warning(
@@ -453,15 +458,24 @@ class Exchange:
     def _is_wanted(self, shard: int, former: WelcomeHeader) -> bool:
         """Whether a gradient that did not arrive may still go to the server that was joined again.
         One that was started anew is another one, which may be older than what the gradient was
-        computed on; and a sync round that was closed without it is over, so that it is late."""
+        computed on, unless it promises; and a sync round that was closed without it is over, so
+        that it is late."""
         welcome = self._links[shard].welcome
         is_late = self._job.facts.in_rounds and welcome.version != self.versions[shard]
-        return welcome.epoch == former.epoch and not is_late
+        return self._goes_on(shard, former) and not is_late
+
+    def _goes_on(self, shard: int, former: WelcomeHeader) -> bool:
+        """Whether the server is the one that it was; or has all that it has answered, and so what
+        this gradient was computed on."""
+        welcome = self._links[shard].welcome
+        has_all = self._job.config.is_durable and welcome.version >= self.versions[shard]
+        return has_all or welcome.epoch == former.epoch
 
     def _push_again(self, shard: int, former: WorkerEnd) -> None:
         """Send over the new connection what went over the former one, with the version that it was
         computed on."""
         link = self._links[shard]
+        self._pushed[shard].epoch = link.welcome.epoch
         link.push_again(self._pushed[shard], former.pushed_slot)
         self.traffic.pushed(link, self._pushed[shard])
 

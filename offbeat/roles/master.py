@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from offbeat.accounts import accounts_to_json, moved
+from offbeat.accounts import accounts_to_json
 from offbeat.decline import Plateau
 from offbeat.errors import CheckpointError, ConnectionClosedError, in_a_line
 from offbeat.flat import FlatModel
@@ -22,6 +22,7 @@ from offbeat.roles.calls import (
     AskRound,
     AskStatus,
     Call,
+    Cover,
     Drain,
     EndRound,
     Fall,
@@ -52,6 +53,8 @@ from offbeat.transport.base import CallEnd, Layout, Message, Network, keep_tryin
 
 POLL_S = 0.1
 CALL_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0
+"""How long a server may take to go through its journal."""
 CONNECT_TIMEOUT_S = 120.0
 LET_GO_TIMEOUT_S = 1.0
 """How long a server that the run needs no more is looked for, to be told so."""
@@ -74,8 +77,8 @@ class RemoteServer:
     def status(self) -> Status:
         return Status.read(self._call(AskStatus())[0])
 
-    def load(self, state: ShardState) -> None:
-        self._call(Load(state))
+    def load(self, state: ShardState, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self._call(Load(state), timeout_s)
 
     def want(self, version: int) -> None:
         self._call(Want(version))
@@ -85,6 +88,9 @@ class RemoteServer:
 
     def show(self) -> ShardState:
         return state_from(*self._call(Show()))
+
+    def cover(self, entry: int) -> None:
+        self._call(Cover(entry))
 
     def drain(self) -> None:
         self._call(Drain())
@@ -109,13 +115,15 @@ class RemoteServer:
             self._end.close()
             self._end = None
 
-    def _call(self, call: Call) -> tuple[Message, dict[str, Tensor]]:
+    def _call(
+        self, call: Call, timeout_s: float = CALL_TIMEOUT_S
+    ) -> tuple[Message, dict[str, Tensor]]:
         try:
             if self._end is None:
                 self._end = self._network.connect_for_calls(
                     self.index, self._hello, self._layout, CALL_TIMEOUT_S
                 )
-            answer = self._end.call(call.message(), call.tensors(), CALL_TIMEOUT_S)
+            answer = self._end.call(call.message(), call.tensors(), timeout_s)
         except ConnectionClosedError:
             self.close()
             raise
@@ -235,6 +243,8 @@ class Master:
         is_locked = job.config.chosen.kind.locked
         self._falls = Falls(folder, 1 if is_locked else job.config.workers)
         self._last_versions: list[int] = []
+        self._kept_entries: list[int] = [0 for _ in job.slices]
+        """Of the journals, which the newest checkpoint has."""
         self._wanted: int | None = None
         self._ahead = 1
 
@@ -245,6 +255,7 @@ class Master:
             while not self._commit_last(outcome):  # its workers do again what it lost
                 outcome = self._keep_books()
             self._folder.write_state(outcome, self._newest_name())
+            self._tell_covered(self._kept_entries)
             for server in self._servers:
                 self._let_go(server, f"the run is {outcome}")
             return outcome
@@ -273,7 +284,10 @@ class Master:
         else:  # servers that lived on may be ahead of it
             checkpoint = newest_checkpoint(self._folder.checkpoints)
             self._falls.know([checkpoint.falls])
-            self._last_versions = [s.version for s in checkpoint.recut(self.job.slices)]
+            recut = checkpoint.recut(self.job.slices)
+            self._last_versions = [s.version for s in recut]
+            self._kept_entries = [s.entry for s in recut]
+            self._tell_covered([0 for _ in self._servers])
         if self._patience is not None:
             self._patience.begin()
         self._watch(statuses)
@@ -405,7 +419,10 @@ class Master:
         def ask() -> Status:
             status = server.status()
             if not status.loaded:
-                server.load(self._state_for(server.index))
+                waits_s = LOAD_TIMEOUT_S if self.job.config.is_durable else CALL_TIMEOUT_S
+                server.load(self._state_for(server.index), waits_s)
+                if self.job.config.is_durable and list_checkpoints(self._folder.checkpoints):
+                    server.cover(0)
                 self._wanted = None
                 status = server.status()
             return status
@@ -417,16 +434,10 @@ class Master:
         if not list_checkpoints(self._folder.checkpoints):
             return self._initial[index]
         checkpoint = newest_checkpoint(self._folder.checkpoints)
-        checkpoint.check_model(self.job.manifest)
-        fitting = checkpoint.for_optimizer(self.job.optimizer.classes)
+        state = self.job.states_after(checkpoint)[index]
         self._falls.know([checkpoint.falls])
-        falls = tuple(self._falls.versions)
-        state = dataclasses.replace(fitting.recut(self.job.slices)[index], falls=falls)
-        starts = self.job.starts(checkpoint)
         self.log.info("server %d gets version %d back", index, state.version)
-        if starts is None:
-            return state
-        return dataclasses.replace(state, accounts=moved(state.accounts, starts))
+        return dataclasses.replace(state, falls=tuple(self._falls.versions))
 
     def _snapshots_now(self) -> list[ShardState]:
         for server in self._servers:
@@ -483,6 +494,20 @@ class Master:
         more = {"shards": shards, "at_s": self._clock()}
         self._events.record("run", phase="checkpoint", version=checkpoint.version, **more)
         self.log.info("committed %s", path.name)
+        entries = [s.entry for s in snapshots]
+        # should the newest be damaged, the one before it and the journal have everything
+        self._tell_covered(self._kept_entries if self.job.config.keep > 1 else entries)
+        self._kept_entries = entries
+
+    def _tell_covered(self, entries: Sequence[int]) -> None:
+        """What servers need no longer of their journals."""
+        if not self.job.config.is_durable:
+            return
+        for server, entry in zip(self._servers, entries, strict=True):
+            try:
+                server.cover(entry)
+            except ConnectionClosedError as error:  # the next look brings that server back
+                self.log.info("server %d: %s", server.index, error)
 
     def _newest_name(self) -> str | None:
         found = list_checkpoints(self._folder.checkpoints)

@@ -102,6 +102,7 @@ def run_in_folder(
         network=PeerNetwork(cluster.meeting) if cluster.meeting else ClusterNetwork(home),
         folder=folder,
         states=folder.states,
+        journal=folder.journal,
         generation=_generation(cluster, role, index),
         listener=_listen(home, job, index, control) if role == "ps" else None,
         summaries=summaries,

@@ -6,6 +6,7 @@ else.
 """
 
 import dataclasses
+import functools
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from offbeat.errors import StepError
+from offbeat.errors import ConfigError, StepError
 from offbeat.flat import FlatModel
 from offbeat.ledger import Ledger
 from offbeat.recipes.metrics import Scores
@@ -29,6 +30,7 @@ from offbeat.roles.scoring import score_line
 from offbeat.roles.server import Server
 from offbeat.roles.worker import Worker
 from offbeat.run.footprint import explained
+from offbeat.run.journal import Journal
 from offbeat.run.rundir import role_name
 from offbeat.run.tensorboard import StepSummaries
 
@@ -83,6 +85,7 @@ class ServerRole(Role):
                 epoch=context.generation,
                 budget=job.budget,
                 in_step=job.joins_norms,
+                promises=job.config.is_durable,
             ),
             context.listener,
             index=index,
@@ -93,6 +96,30 @@ class ServerRole(Role):
             worker_timeout_s=job.config.worker_timeout,
             make_codec=job.make_codec,
             make_reply_codec=job.make_reply_codec,
+            make_journal=functools.partial(self._make_journal, index)
+            if job.config.is_durable
+            else None,
+        )
+
+    def _make_journal(
+        self,
+        index: int,
+        told: Callable[[int], None],
+        failed: Callable[[BaseException], None],
+    ) -> Journal:
+        context, name = self._context, role_name("ps", index)
+        if context.journal is None:
+            raise ConfigError(
+                f"server {index} has nowhere to keep its journal, which ack durable takes: start "
+                f"it with --journal-dir DIR, on a disk of its machine"
+            )
+        return Journal(
+            context.journal / name,
+            context.job.journal_mark(index, context.run),
+            epoch=context.generation,
+            told=told,
+            failed=failed,
+            log=context.records.log(name),
         )
 
     def run(self) -> None:

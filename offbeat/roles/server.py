@@ -22,6 +22,7 @@ from offbeat.roles.calls import (
     AskRound,
     AskStatus,
     Call,
+    Cover,
     Drain,
     EndRound,
     Fall,
@@ -36,17 +37,23 @@ from offbeat.roles.calls import (
     describe_state,
     read_call,
 )
+from offbeat.roles.journalling import Journalling, again
 from offbeat.roles.session import POLL_S
 from offbeat.roles.sessions import WORKER_TIMEOUT_S, Sessions
 from offbeat.run.events import EventLog
 from offbeat.run.job import disagreement
+from offbeat.run.journal import Journal
 from offbeat.shard import Shard, ShardState
 from offbeat.transport.base import Listener, Message, ServerEnd
 from offbeat.transport.codec import Codec, decoding
 
+DISK_TIMEOUT_S = 30.0
+"""How long the master waits until what a snapshot has is on the server's disk."""
 MAX_NUMBERS = 1 << 32
 """Ranks and incarnations that a header has room for."""
 Answer = tuple[Message, Mapping[str, Tensor]]
+MakeJournal = Callable[[Callable[[int], None], Callable[[BaseException], None]], Journal]
+"""Is given whom to tell how far the disk is, and whom that it has failed."""
 
 
 class Server:
@@ -66,8 +73,10 @@ class Server:
         worker_timeout_s: float = WORKER_TIMEOUT_S,
         make_codec: Callable[[], Codec | None] = lambda: None,
         make_reply_codec: Callable[[], Codec | None] = lambda: None,
+        make_journal: MakeJournal | None = None,
     ) -> None:
-        """`agreement`: what whoever comes has to agree with."""
+        """`agreement`: what whoever comes has to agree with. `make_journal`: for a ledger that
+        promises; what it makes belongs to the server."""
         self.shard = shard
         self.ledger = ledger
         self.index = index
@@ -75,6 +84,7 @@ class Server:
         self.over = threading.Event()
         """The master said that the run is over, or this server failed."""
         self.reason = "the server was stopped"
+        self._journal = make_journal(self._durable, self._fail) if make_journal else None
         self.sessions = Sessions(
             shard,
             ledger,
@@ -83,6 +93,7 @@ class Server:
             log=log,
             clock=clock,
             worker_timeout_s=worker_timeout_s,
+            journalling=None if self._journal is None else Journalling(self._journal),
         )
         self._agreement = agreement
         self._make_codec = make_codec
@@ -113,6 +124,8 @@ class Server:
         if self._acceptor is not None:
             self._acceptor.join()
         self.sessions.loop.join()
+        if self._journal is not None:
+            self._journal.close()
 
     @property
     def is_stopping(self) -> bool:
@@ -125,6 +138,9 @@ class Server:
         if self._acceptor is not None:
             self._acceptor.close()
         self.sessions.close(self.reason, over=over)
+
+    def _durable(self, entry: int) -> None:
+        self.sessions.on_durable(entry)
 
     def _fail(self, error: BaseException) -> None:
         self._log.error("failed", exc_info=error)
@@ -195,8 +211,12 @@ class Server:
             case Want(version):
                 self.sessions.tell(lambda: self.ledger.want(version, self.shard.version))
             case Take() if (taken := self.ledger.take()) is not None:
+                if not self.sessions.wait_for_disk(taken.entry, DISK_TIMEOUT_S):
+                    raise ConnectionClosedError("the journal is behind the snapshot")
                 self._taken = taken
                 return describe_state(taken), taken.tensors
+            case Cover(entry):
+                self.sessions.cover(entry)
             case Drain():
                 self.ledger.is_draining = True
             case LeaveOut(workers):
@@ -228,7 +248,23 @@ class Server:
         self._events.record(
             "run", phase="load", shard=self.index, epoch=epoch, version=state.version
         )
-        self._log.info("serving from version %d, epoch %d", state.version, epoch)
+        self._tell_recovered(state.version)
+        self._log.info("serving from version %d, epoch %d", self.shard.version, epoch)
+
+    def _tell_recovered(self, version: int) -> None:
+        """What was in the journal."""
+        found = self.sessions.recovered
+        if found is None or not found.records:
+            return
+        for record in found.records:
+            self._events.record("push", **again(record, self.index))
+        self._log.warning(
+            "%d updates beyond the checkpoint of version %d were in the journal: made again",
+            found.num_updates,
+            version,
+        )
+        if found.complaint:
+            self._log.warning("%s: the options were others", found.complaint)
 
     def _fall(self, versions: Sequence[int]) -> None:
         shard, begun = self.shard, self.shard.version_begun  # what has begun has its rate

@@ -55,6 +55,8 @@ class Session:
     """None: refused, because an element of it is no usable number."""
     reply: ReplyHeader | None = None
     """One that is made, but not yet sent."""
+    withheld: ReplyHeader | None = None
+    """One that is made, and may not be sent before the journal is on the disk."""
     awaits_reply: bool = False
     is_finished: bool = False
     """The worker has said that its work is done."""
@@ -103,15 +105,22 @@ class Session:
             ids,
         )
 
-    def take_reply(self, header: ReplyHeader) -> None:
-        """The reply slot is filled, by whichever thread: `send_reply` has something to send."""
+    def take_reply(self, header: ReplyHeader, *, withhold: bool = False) -> None:
+        """The reply slot is filled, by whichever thread: `send_reply` has something to send, or
+        (`withhold`) will have when `release` says so."""
         if self.rows is not None and self.known is not None and self.known.news is not None:
             slot, news = self.end.reply_slot, self.known.news
             header.num_rows = self.rows.write(news, slot.rows)
             header.num_bytes = self.rows.num_values(news) * slot.values.element_size()
         if self.base is not None:  # the gradient that is under way has the former one
             self.base = self.end.reply_slot.values.clone()
-        self.reply = header
+        self.withheld = header
+        if not withhold:
+            self.release()
+
+    def release(self) -> None:
+        """What is made may be sent."""
+        self.reply, self.withheld = self.withheld, None
         if self.outbox is not None:
             self.outbox.append(self)
         elif self.reply_made is not None:

@@ -13,19 +13,31 @@ updater for each thread. Used by roles/server.py:
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offbeat.accounts import REJECTED
+from offbeat.accounts import DROPPED, REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Action, Copy, Dismiss, Ledger, PushRecord, Snapshot, cut
+from offbeat.ledger import (
+    Action,
+    Copy,
+    Dismiss,
+    Ledger,
+    PushRecord,
+    Send,
+    Snapshot,
+    Write,
+    cut,
+)
 from offbeat.roles.attendant import SessionAttendant
 from offbeat.roles.calls import RoundPart
 from offbeat.roles.copies import Copies
+from offbeat.roles.journalling import Journalling, Recovered
 from offbeat.roles.loop import Loop
 from offbeat.roles.rounds import ClosedRound
 from offbeat.roles.session import LARGE_FROM, POLL_S, TICK_S, Session
@@ -54,11 +66,15 @@ class Sessions:
         log: logging.Logger,
         clock: Callable[[], float],
         worker_timeout_s: float = WORKER_TIMEOUT_S,
+        journalling: Journalling | None = None,
     ) -> None:
+        """`journalling`: what a ledger that promises needs."""
         self.shard = shard
         self.ledger = ledger
         self.loaded = threading.Event()
         """The master has given this server its shard."""
+        self.recovered: Recovered | None = None
+        """What the journal of its former life had beyond that."""
         self._index = index
         self._events = events
         self._log = log
@@ -80,6 +96,7 @@ class Sessions:
         self._num_rounds = 0
         self._copies = Copies()
         """Of the gradients that are pending."""
+        self._journalling = journalling
         self._membership = threading.Condition()
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
@@ -100,8 +117,31 @@ class Sessions:
             self.shard.load(state)
             self._streams.wait_for_all()  # sessions have streams of their own
             self.ledger.load(state.accounts)
+            if self._journalling is not None:
+                self.recovered = self._journalling.recover(
+                    self.shard, lambda: self._updater(in_loop=False), self.ledger, state
+                )
             self.loaded.set()
         return True
+
+    def on_durable(self, entry: int) -> None:
+        """The journal is on the disk up to this entry."""
+        self.act(lambda: self.ledger.on_durable(entry))
+        self._ring()
+
+    def cover(self, entry: int) -> None:
+        """A checkpoint is on the disk, and a snapshot that was taken at this entry as well."""
+        if self._journalling is None:
+            return
+        self.act(self.ledger.on_founded)
+        self._ring()
+        with self._lock:
+            needed = self._journalling.needed_beside(entry)
+        self._journalling.journal.forget(needed)
+
+    def wait_for_disk(self, entry: int, timeout_s: float) -> bool:
+        """Until the disk has what is shown; False: it does not come to that."""
+        return self._journalling is None or self._journalling.journal.wait(entry, timeout_s)
 
     def tell(self, event: Callable[[], Sequence[Action]]) -> None:
         """Carry out what the ledger answers to something that no push brought about."""
@@ -112,7 +152,7 @@ class Sessions:
     def show(self) -> ShardState:
         """The shard as it is now, for somebody who leaves it as it is."""
         with self._membership, self._lock:
-            return self._snapshot()
+            return self._state()
 
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
@@ -167,8 +207,11 @@ class Sessions:
                 with self._lock:
                     if not self._must_wait(told):
                         admitted = self._admit(end, worker, incarnation)
-        session, welcome = admitted
+        session, welcome, entry = admitted
         self.loop.wake()
+        while not self.wait_for_disk(entry, POLL_S):
+            if self.ledger.is_closing:
+                break
         end.attend(SessionAttendant(self, session))
         end.welcome(welcome)
         joined = "worker %d (incarnation %d) joined at version %d"
@@ -187,9 +230,9 @@ class Sessions:
 
     def _admit(
         self, end: ServerEnd, worker: int, incarnation: int
-    ) -> tuple[Session, WelcomeHeader]:
+    ) -> tuple[Session, WelcomeHeader, int]:
         """Show it the shard as it is, and have it take part from now on; also in a round that is
-        held."""
+        held. Returns the last entry of the journal then, too."""
         reopened = self._reopen()
         slot = end.reply_slot
         self._turn.order()
@@ -213,13 +256,14 @@ class Sessions:
         settled, actions = self.ledger.join(worker, incarnation, self._clock())
         self._carry_out(actions)
         self._go_on(reopened)
-        return session, WelcomeHeader(
+        welcome = WelcomeHeader(
             version,
             settled,
             self.ledger.epoch,
             self.ledger.is_draining,
             batches=self.ledger.batches(worker),
         )
+        return session, welcome, 0 if self._journalling is None else self._journalling.last
 
     def _make_way(self, worker: int) -> bool:
         """End what is left of a worker's former session; False: it takes too long."""
@@ -331,6 +375,12 @@ class Sessions:
                 self._copies.keep(action.record, self._sessions[action.record.worker].gradient)
             elif isinstance(action, Snapshot):
                 action.request.snapshot = self._snapshot()
+            elif isinstance(action, Write):
+                assert self._journalling is not None, "whoever promises has one"
+                record = action.record
+                self._journalling.write(record, self._sessions[record.worker].gradient)
+            elif isinstance(action, Send):
+                self._release(action.record)
             else:
                 assert isinstance(action, Dismiss)
                 raise ConnectionClosedError(action.reason, over=True)
@@ -357,12 +407,21 @@ class Sessions:
             record.lr = updater.lr
             record.norm = None if updater.norm is None else updater.norm.value
         self.ledger.applied(pushes, version, self._clock())
+        if self._journalling is not None:
+            self._journalling.updated(pushes, version, updater.lr, self.shard.falls)
 
     def _gradients_of(self, records: Sequence[PushRecord]) -> list[Gradient]:
         found = [record.copy or self._sessions[record.worker].gradient for record in records]
         return [gradient for gradient in found if gradient is not None]
 
     def _snapshot(self) -> ShardState:
+        """For a checkpoint."""
+        state = self._state()
+        if self._journalling is None:
+            return state
+        return dataclasses.replace(state, entry=self._journalling.snapshot())
+
+    def _state(self) -> ShardState:
         """The shard and its accounts, with every update in both or in neither."""
         with contextlib.ExitStack() as standing_still:
             if not self._is_locked:
@@ -397,7 +456,20 @@ class Sessions:
             ledger.is_draining,
             fastest=ledger.fastest if record.speed else 0.0,
         )
-        session.take_reply(header)
+        journalling = self._journalling
+        waits = journalling is not None and self._must_wait_for_disk(record, journalling)
+        session.take_reply(header, withhold=waits)
+
+    def _must_wait_for_disk(self, record: PushRecord, journalling: Journalling) -> bool:
+        if record.outcome == DROPPED and not record.is_pending:
+            journalling.dropped(record)
+        return self.ledger.withholds(record, journalling.last)
+
+    def _release(self, record: PushRecord) -> None:
+        """Unless its worker has come anew meanwhile."""
+        session = self._sessions.get(record.worker)
+        if session is not None and session.record is record and session.withheld is not None:
+            session.release()
 
     def await_reply(self, session: Session) -> None:
         """Wait a moment for another session's push, a leave or a deadline to answer this one."""
@@ -439,11 +511,15 @@ class Sessions:
     def _close_pending(self, record: PushRecord) -> None:
         """It is known what became of it: its memory is free."""
         self._copies.give_back(record)
+        if self._journalling is not None and record.outcome == DROPPED:
+            self._journalling.dropped(record)
         if record.is_closed:
             self._write_down(record)
 
     def _abandon_pending(self) -> None:
-        """The server is stopped."""
+        """The server is stopped. What was answered by one that promises is in its journal."""
+        if self._journalling is not None:
+            return
         with self._mutex:
             for record in self.ledger.abandon_pending():
                 if record.is_closed:

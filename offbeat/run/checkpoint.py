@@ -66,8 +66,9 @@ class Checkpoint:
         return self.manifest.state_dict(params, floats, ints, self.frozen)
 
     def recut(self, slices: Sequence[tuple[int, int]]) -> tuple[ShardState, ...]:
-        """The same state in other slices. Where shards stood at different versions the new ones
-        take the newest, and of each worker the last gradient that is in any of them."""
+        """The same state in other slices, whose journals begin anew. Where shards stood at
+        different versions the new ones take the newest, and of each worker the last gradient that
+        is in any of them."""
         if list(slices) == self.slices:
             return self.shards
         keys = {key for shard in self.shards for key in shard.tensors} - {"floats", "ints"}
@@ -230,6 +231,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             tensors=_tensors(contents[f"shard-{k}.safetensors"], described["format"]),
             accounts=_accounts(entry),
             falls=tuple(entry.get("falls", ())),
+            entry=entry.get("entry", 0),
         )
         for k, entry in enumerate(described["shards"])
     )
@@ -293,6 +295,7 @@ def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, A
                 "version": s.version,
                 "accounts": accounts_to_json(s.accounts),
                 **({"falls": list(s.falls)} if s.falls else {}),
+                **({"entry": s.entry} if s.entry else {}),
             }
             for s in checkpoint.shards
         ],

@@ -5,6 +5,7 @@ given, and makes its parts from: its model, shard, discipline, batches. making.p
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.accounts import Start
+from offbeat.accounts import Start, moved
 from offbeat.capture import CapturedAugment, make_recorder
 from offbeat.clipping import Clip, ClipNorm, ClipValue
 from offbeat.compiling import Compiled
@@ -322,8 +323,8 @@ class Job:
     def server_device(self) -> torch.device:
         """Where the servers keep parameters and slots: on the GPU that all workers share, if they
         are threads of one process with it."""
-        shared = None if self.config.server_device == "cpu" else self._shared_gpu()
-        return shared or CPU
+        stays = self.config.server_device == "cpu" or self.config.is_durable
+        return (None if stays else self._shared_gpu()) or CPU
 
     def _shared_gpu(self) -> torch.device | None:
         is_coded = self.is_coded and self.config.compress_always
@@ -405,6 +406,21 @@ class Job:
     def joins_norms(self) -> bool:
         """Whether the norm that an update is clipped by is that of several servers' slices."""
         return self._clips_updates and self.config.clips_by_norm and len(self.slices) > 1
+
+    def journal_mark(self, index: int, run: str = "") -> bytes:
+        """For the journal of shard `index`: the same where what is in it can be made again, in the
+        run of this name."""
+        config = self.config
+        told = {
+            "run": run,
+            "model": self.fingerprint,
+            "slice": self.slices[index],
+            "rule": config.rule,
+            "clip": [config.clip_norm, config.clip_value] if self._clips_updates else None,
+            "ema": self.recipe.ema,
+            "fused": config.fused,
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).digest()
 
     def _make_joint_clip(self, lo: int, hi: int) -> ClipNorm:
         sizes = [s.hi - s.lo for s in segments_of(self.manifest, self.optimizer, lo, hi)]
@@ -736,6 +752,17 @@ class Job:
         """The same for all runs in which a worker's step of one number goes through the same
         data."""
         return zlib.crc32(json.dumps(self._cut_by, sort_keys=True).encode())
+
+    def states_after(self, checkpoint: Checkpoint) -> tuple[ShardState, ...]:
+        """What servers that come empty go on from."""
+        checkpoint.check_model(self.manifest)
+        states = checkpoint.for_optimizer(self.optimizer.classes).recut(self.slices)
+        starts = self.starts(checkpoint)
+        if starts is None:
+            return states
+        return tuple(
+            dataclasses.replace(state, accounts=moved(state.accounts, starts)) for state in states
+        )
 
     def starts(self, checkpoint: Checkpoint) -> dict[int, Start] | None:
         """Where each worker goes on after `checkpoint`: with the incarnation of its last gradient

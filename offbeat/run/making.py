@@ -152,6 +152,7 @@ def make_job(
             "(--engine inproc) and compute on one GPU, one each, and no sparse gradients"
         )
     _check_rule(job)
+    _check_joint_norms(job)
     job = dataclasses.replace(job, facts=_with_length(job, checkpoint))
     # a schedule that needs a length, or takes other arguments, says so now
     from_recipe("schedule", lambda: float(job.rates_of_recipe()[2].at(0)[0]["lr"]))
@@ -168,6 +169,15 @@ def check_servers(config: TrainConfig, manifest: Manifest) -> None:
         raise ConfigError(
             f"{config.servers} servers for {manifest.num_elements} parameters: each server needs "
             f"at least one; lower servers"
+        )
+
+
+def _check_joint_norms(job: Job) -> None:
+    if job.config.is_durable and job.joins_norms:
+        raise ConfigError(
+            "ack durable has each server's updates in its own journal, and a round that is clipped "
+            "by the norm of several servers' slices is in none as a whole: say --servers 1, or "
+            "--clip-value, or --clip-norm inf"
         )
 
 

@@ -50,6 +50,9 @@ class RunFolder:
         self.falls = path / "falls.json"
         """How often the learning rate is to fall, where it goes by scores; by the evaluator, which
         adds to it."""
+        self.journal = path / "journal"
+        """With --ack durable: what servers have that no checkpoint has yet, each in a folder of its
+        name."""
         self.best = path / "best.safetensors"
         """With --keep-best: what was scored best so far; `best_score` says which version."""
         self.best_score = path / "best.json"

@@ -72,6 +72,7 @@ class Plan:
     steps: int
     checkpoint_every: int
     faults: list[Fault] = field(default_factory=list)
+    ack: str = "applied"
 
     def __str__(self) -> str:
         faults = "; ".join(map(str, self.faults))
@@ -157,6 +158,7 @@ class ChaosRun:
             "worker_timeout": SILENT_S,
             "threads": 1,
             "device": "cpu",
+            "ack": plan.ack,
         }
         if make_config(options).chosen.kind.merges:
             options["rule"] = "sum"  # the parameters are to count gradients, not updates
@@ -244,6 +246,8 @@ class ChaosRun:
             elif counts != {row["applied"]}:
                 yield f"shard {index}: {counts} are in, {row['applied']} in the books"
             lost += row["lost"]
+            if plan.ack == "durable" and row["lost"]:
+                yield f"shard {index}: {row['lost']} are lost, in spite of its journal"
         if plan.discipline != "sync" and lost != summary["lost_updates"]:
             yield f"{lost} are missing, {summary['lost_updates']} reported as lost"
         if left := leftovers(self.run_dir):
