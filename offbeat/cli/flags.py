@@ -257,19 +257,16 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder, from which times are drawn")
-    for name, kind, text in (
-        ("workers", _count, "how many workers, each number in turn, as 4,64,1024"),
-        ("servers", _count, "how many servers, each number in turn"),
-        ("disciplines", str, "each in turn, as train's --discipline; all: all of Offbeat's own"),
-    ):
-        told = f"{text} (default: the run's)"
-        parser.add_argument(f"--{name}", metavar="LIST", type=_several(kind), help=told)
-    for name, kind, text in (
-        ("rates", _link_rate, "Mbit/s of each server's link, each way, or inf"),
-        ("delays", _delay, "ms, there and back"),
-    ):
-        told = f"{text}, each in turn, on top of what the run's times have in them (default: none)"
-        parser.add_argument(f"--{name}", metavar="LIST", type=_several(kind), help=told)
+    on_top = "each in turn, on top of what the run's times have in them (default: none)"
+    axes: list[tuple[str, Callable[[str], Any], str]] = [
+        ("workers", _count, "how many workers, each number in turn (default: the run's)"),
+        ("servers", _count, "how many servers, each number in turn (default: the run's)"),
+        ("disciplines", str, "as in train, each in turn; all: Offbeat's own (default: the run's)"),
+        ("rates", _link_rate, f"Mbit/s of each server's link, each way, or inf, {on_top}"),
+        ("delays", _delay, f"ms, there and back, {on_top}"),
+    ]
+    for name, kind, text in axes:
+        parser.add_argument(f"--{name}", metavar="LIST", type=_several(kind), help=text)
     parser.add_argument(
         "--slow-worker",
         metavar="WORKER",

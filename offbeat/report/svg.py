@@ -140,9 +140,7 @@ def _draw_lines(plot: LinePlot) -> str:
     if not points:
         return _svg(plot, HEIGHT, [_text(WIDTH / 2, HEIGHT / 2, "nothing to show", "mid")])
     lowest, highest = min(values), max(values)
-    marks = (
-        log_ticks(lowest, highest) if plot.log_y else ticks(lowest, highest, limits=plot.limits)
-    )
+    marks = log_ticks(lowest, highest) if plot.log_y else ticks(lowest, highest, limits=plot.limits)
     last = max(x for x, _ in points)
     first = min(x for x, _ in points) if plot.log_x else 0
     xs = _Scale(first, last or 1, LEFT, WIDTH - RIGHT, plot.log_x)

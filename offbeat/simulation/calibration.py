@@ -10,7 +10,6 @@ server does one thing after the other, what it does ends at one of them, and beg
 before, or when the push came. Imports no torch.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -113,7 +112,9 @@ def read_recording(path: Path, cores: float | None = None) -> Recording:
         for event in read_events(path / "events"):
             events.add(event)
     except (LookupError, TypeError, ValueError) as error:
-        raise RunDirError(f"{path} has an event that is none of this version's: {error!r}") from error
+        raise RunDirError(
+            f"{path} has an event that is none of this version's: {error!r}"
+        ) from error
     window = _window(path, config, events)
     model, figures = _Reading(config, events, window).model(cores), _figures(events, window)
     return Recording(config=config, model=_alone(config, model, figures), figures=figures)
@@ -144,7 +145,9 @@ def _check(config: TrainConfig) -> None:
     if config.overlap:
         raise ConfigError("the run overlaps exchanges with computing: record one without --overlap")
     if config.paces:
-        raise ConfigError("the run's local steps differ from push to push: record one without :auto")
+        raise ConfigError(
+            "the run's local steps differ from push to push: record one without :auto"
+        )
 
 
 Window = tuple[float, float]
@@ -158,7 +161,10 @@ def _window(path: Path, config: TrainConfig, events: _Events) -> Window:
     begins_s = max(steps[min(WARM_UP, len(steps) // 10)][1].start_s for steps in every)
     ends_s = min(steps[-1][1].end_s for steps in every)
     for steps in every:
-        if sum(begins_s <= step.start_s and step.end_s <= ends_s for _, step in steps) < FEWEST_STEPS:
+        if (
+            sum(begins_s <= step.start_s and step.end_s <= ends_s for _, step in steps)
+            < FEWEST_STEPS
+        ):
             raise RunDirError(
                 f"{path} is too short: of each worker it takes {FEWEST_STEPS} steps, in the time "
                 f"in which all were at work"
@@ -217,8 +223,8 @@ class _Served(NamedTuple):
     of: str
     received_s: float
     """The push that it was done for."""
-    count: int
-    """How many gradients it was made of."""
+    num_gradients: int
+    """That it was made of."""
 
 
 class _Reading:
@@ -295,8 +301,10 @@ class _Reading:
         takes, applies, replies, answers = self._durations()
         if takes:  # looked at and applied, then replied to
             pairs = _paired(takes, replies or [0.0])
-            parts = (LOOK_SHARE, 1 - LOOK_SHARE)
-            services = [ServiceTimes(*(part * take for part in parts), r) for take, r in pairs]
+            services = [
+                ServiceTimes(LOOK_SHARE * take_s, (1 - LOOK_SHARE) * take_s, reply_s)
+                for take_s, reply_s in pairs
+            ]
         elif applies and answers:  # replied to first
             pairs = _paired(answers, applies)
             services = [
@@ -304,17 +312,20 @@ class _Reading:
                 for answer, apply_s in pairs
             ]
         else:
-            raise RunDirError("the run's events do not say how long its servers take for a gradient")
+            raise RunDirError(
+                "the run's events do not say how long its servers take for a gradient"
+            )
         return services, MERGE_SHARE * _mean([s.look_s + s.apply_s for s in services])
 
     def _durations(self) -> tuple[list[float], ...]:
         """Of looking at a gradient and applying it; of applying alone; of replying alone; of
         looking at it and replying."""
-        takes, applies, replies, answers = found = [], [], [], []  # type: ignore[var-annotated]
+        found: tuple[list[float], ...] = ([], [], [], [])
+        takes, applies, replies, answers = found
         for served, since_s, is_first in self._work():
             took_s = served.at_s - since_s
             if served.of == "apply":
-                took_s /= 1 + MERGE_SHARE * (served.count - 1)
+                took_s /= 1 + MERGE_SHARE * (served.num_gradients - 1)
                 (takes if is_first else applies).append(took_s)
             else:
                 (answers if is_first else replies).append(took_s)

@@ -9,7 +9,6 @@ applied and answered is decided by the real ledger and disciplines, on a virtual
 What is not given is as it was in the run. Imports no torch.
 """
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -44,7 +43,7 @@ class Cell:
     workers: int
     servers: int
     mbit: float = math.inf
-    """A second, of each server's link, each way, beside what the recorded run had; inf: no limit."""
+    """A second, of each server's link, each way, on top of what the run's had; inf: no limit."""
     delay_ms: float = 0.0
     """There and back; likewise."""
 
@@ -67,8 +66,7 @@ class Prediction:
     """The share of their time in which servers had something to do."""
 
     def to_json(self) -> dict[str, Any]:
-        cell = dataclasses.asdict(dataclasses.replace(self.cell))
-        cell |= {"discipline": self.cell.discipline.label}
+        cell = {**vars(self.cell), "discipline": self.cell.discipline.label}
         cell["mbit"] = None if math.isinf(self.cell.mbit) else self.cell.mbit
         figures = {name: value for name, value in vars(self).items() if name != "cell"}
         return {**cell, **figures}
