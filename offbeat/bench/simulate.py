@@ -20,17 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.api import train_config
+from offbeat.bench.cells import BESIDE, Network
+from offbeat.bench.linked import train_over
 from offbeat.bench.tables import Row, short
 from offbeat.config import make_config
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, nearest
-from offbeat.simulation.calibration import Recording, read_recording, setup_of
+from offbeat.simulation.calibration import Recording, read_recording
 from offbeat.simulation.prediction import Cell, Prediction, predict, prediction_of
 
 FIRST_STEPS = 100
 """Of each worker, by which it is found out how many steps fill the time that was asked for."""
 BETWEEN = 3
 """So many runs are predicted between two that calibrate."""
+LINKED_TIMES = 3
+"""As long as was asked for may a run over a link take."""
 ALL = "all"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -43,15 +47,25 @@ class Asked:
     workers: int
     servers: int = 1
     slow_worker: str | None = None
+    network: Network = BESIDE
+    """Of the server; one that is slower than loopback is bench/link.py's."""
 
     @property
     def name(self) -> str:
         straggler = f"-{self.slow_worker}" if self.slow_worker else ""
-        return f"{self.discipline}-{self.workers}w-{self.servers}s{straggler}"
+        link = "" if self.network == BESIDE else f"-{self.network.name}"
+        return f"{self.discipline}-{self.workers}w-{self.servers}s{straggler}{link}"
 
     @property
     def options(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
+        named = ("discipline", "workers", "servers", "slow_worker")
+        return {name: value for name in named if (value := getattr(self, name)) is not None}
+
+    def cell(self, recording: Recording) -> Cell:
+        config, link = recording.config, vars(self.network)
+        return Cell(
+            discipline=config.chosen, workers=config.workers, servers=config.servers, **link
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +106,9 @@ APART = (
     Asked("apply-reply", 8, servers=2),
     Asked("apply-reply", 4, slow_worker="1:3x"),
     Asked("bounded:2", 4, slow_worker="1:3x"),
+    Asked("apply-reply", 4, network=Network(mbit=200)),
+    Asked("apply-reply", 4, network=Network(mbit=50)),
+    Asked("sync", 4, network=Network(mbit=200, delay_ms=20)),
 )
 ON_TWO = Asked("apply-reply", 2)
 SUITES = {
@@ -181,8 +198,8 @@ class _Rig:
             measured = {cell: self._record(cell) for cell in some}
             after = self._record(self._suite.calibration)
             for cell, recording in measured.items():
-                around = [self._predict(source, recording) for source in (before, after)]
-                found[cell].measured.append(prediction_of(_cell(recording), recording.figures))
+                around = [self._predict(source, cell, recording) for source in (before, after)]
+                found[cell].measured.append(prediction_of(cell.cell(recording), recording.figures))
                 found[cell].predicted.append(around)
                 self._say(cell, found[cell])
             before = after
@@ -192,9 +209,9 @@ class _Rig:
         told = f"{short(rates[0])}/s measured, {short(rates[1])}/s predicted"
         print(f"{self._name} {cell.name}: {told}", file=sys.stderr, flush=True)
 
-    def _predict(self, source: Recording, target: Recording) -> Prediction:
+    def _predict(self, source: Recording, asked: Asked, target: Recording) -> Prediction:
         cores = self._suite.cores or source.model.cores
-        return predict(source, _cell(target), cores, setup_of(target.config, cores).slowdowns)
+        return predict(source, asked.cell(target), cores, target.config.slowdowns)
 
     def _record(self, asked: Asked) -> Recording:
         key = self._name, asked
@@ -207,19 +224,19 @@ class _Rig:
         self._num_runs += 1
         run_dir = self._folder / f"{self._name}-{self._num_runs}"
         fixed = {"threads": 1, "eval_every": 0, "max_restarts": 0, "quiet": True, "device": "cpu"}
+        fixed |= {"engine": "local"}
         given = {**fixed, "recipe": self._suite.recipe, "steps": steps, "run_dir": str(run_dir)}
-        train_config(make_config({**given, **asked.options}), forks=self._forks)
+        config = make_config({**given, **asked.options})
+        if asked.network == BESIDE:
+            train_config(config, forks=self._forks)
+        else:
+            train_over(asked.network, config, self._forks, limit_s=LINKED_TIMES * self._seconds)
         return read_recording(run_dir, self._suite.cores)
 
 
 def _in_parts(cells: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
     for start in range(0, len(cells), BETWEEN):
         yield cells[start : start + BETWEEN]
-
-
-def _cell(recording: Recording) -> Cell:
-    config = recording.config
-    return Cell(discipline=config.chosen, workers=config.workers, servers=config.servers)
 
 
 def _middle(found: Sequence[Prediction], name: str) -> float:

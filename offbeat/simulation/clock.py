@@ -50,3 +50,48 @@ class Clock:
         self._worked_s += (at_s - self.now_s) / slowness
         self.now_s = at_s
         return event
+
+
+class Link:
+    """What it carries at the same time goes on side by side, each with an equal part of it, as
+    connections over one network card do.
+
+        link = Link(clock, event)
+        link.carry(0.1, item=7)     # `event` comes when something may be over
+        link.over()                 # 7; None: there was more to carry meanwhile
+    """
+
+    def __init__(self, clock: Clock, event: int) -> None:
+        self._clock = clock
+        self._event = event
+        self._carried: list[tuple[float, int]] = []
+        """By how much would have been carried of something alone when that is over."""
+        self._carried_s = 0.0
+        """How much would have been by `_at_s`."""
+        self._at_s = 0.0
+        self._due_s = 0.0
+        """When the next one is over, if nothing more comes."""
+
+    def carry(self, takes_s: float, item: int) -> None:
+        """`takes_s`: how long it takes alone."""
+        now_s = self._clock.now_s
+        if self._carried:
+            self._carried_s += (now_s - self._at_s) / len(self._carried)
+        self._at_s = now_s
+        heapq.heappush(self._carried, (self._carried_s + takes_s, item))
+        self._tell()
+
+    def over(self) -> int | None:
+        if self._clock.now_s != self._due_s or not self._carried:
+            return None
+        self._carried_s, item = heapq.heappop(self._carried)
+        self._at_s = self._due_s
+        if self._carried:
+            self._tell()
+        return item
+
+    def _tell(self) -> None:
+        """Whoever is told too early asks in vain."""
+        left_s = max(0.0, self._carried[0][0] - self._carried_s) * len(self._carried)
+        self._due_s = self._clock.now_s + left_s
+        self._clock.after(left_s, self._event)

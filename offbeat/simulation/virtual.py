@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from offbeat.accounts import DROPPED
 from offbeat.disciplines import Apply, Discipline, Reply
 from offbeat.ledger import Action, Copy, Ledger, PushRecord
-from offbeat.simulation.clock import Clock
+from offbeat.simulation.clock import Clock, Link
 from offbeat.simulation.model import Model, ServiceTimes, StepTimes
 
-COMPUTED, HELD_UP, PREPARED, ARRIVED, SERVED, REPLIED, OVER, TICK = range(8)
-"""Events; each is one of these, plus eight times whose it is."""
+COMPUTED, HELD_UP, PREPARED, ARRIVED, SERVED, REPLIED, OVER, UP, DOWN, TICK = range(10)
+"""Events; each is one of these, plus sixteen times whose it is."""
 TICK_S = 0.05
 """How often a live server tells its discipline the time."""
 BYTES_PER_S = 1e6 / 8
@@ -96,15 +96,17 @@ class _Lane:
 
 
 class _Server:
-    __slots__ = ("down_free_s", "index", "ledger", "services", "up_free_s", "version")
+    __slots__ = ("down", "index", "ledger", "services", "up", "version")
 
-    def __init__(self, index: int, ledger: Ledger, services: Iterator[ServiceTimes]) -> None:
+    def __init__(
+        self, index: int, ledger: Ledger, services: Iterator[ServiceTimes], clock: Clock
+    ) -> None:
         self.index = index
         self.ledger = ledger
         self.services = services
         self.version = 0
-        self.up_free_s = self.down_free_s = 0.0
-        """When its link has carried all that it was given."""
+        self.up = Link(clock, UP | index << 4)
+        self.down = Link(clock, DOWN | index << 4)
 
 
 class _Worker:
@@ -146,7 +148,7 @@ class VirtualRun:
         slices = model.cut(setup.servers)
         self._merge_s = slices.merge_s
         self._servers = [
-            _Server(index, self._make_ledger(), slices.services_of(chance))
+            _Server(index, self._make_ledger(), slices.services_of(chance), self._clock)
             for index in range(setup.servers)
         ]
         self._lanes = [self._make_lanes(server, slices) for server in self._servers]
@@ -180,7 +182,7 @@ class VirtualRun:
         worker.factor = self._setup.slowdowns.get(rank, 1.0) - 1
         # workers come one after the other
         share = (rank + 0.5) / self._setup.workers
-        self._clock.work(share * worker.times.compute_s, COMPUTED | rank << 3)
+        self._clock.work(share * worker.times.compute_s, COMPUTED | rank << 4)
         return worker
 
     # -- the course of events ------------------------------------------------------------------
@@ -190,7 +192,7 @@ class VirtualRun:
         theirs."""
         if type(self._servers[0].ledger.discipline).on_tick is not Discipline.on_tick:
             for server in self._servers:
-                self._clock.after(TICK_S, TICK | server.index << 3)
+                self._clock.after(TICK_S, TICK | server.index << 4)
         self._run(warm_up)
         self._figures, self._is_measured = Figures(), True
         began_s, version = self._clock.now_s, self._servers[0].version
@@ -211,17 +213,19 @@ class VirtualRun:
             self._served,
             self._replied,
             self._go_on,
+            self._up,
+            self._down,
             self._tick,
         )
         while self._num_done < gradients:
             event = next_event()
-            handlers[event & 7](event >> 3)
+            handlers[event & 15](event >> 4)
 
     def _computed(self, rank: int) -> None:
         worker = self._workers[rank]
         if worker.factor:
             own_s = self._clock.now_s - worker.began_s + worker.prepared_s
-            self._clock.after(worker.factor * own_s, HELD_UP | rank << 3)
+            self._clock.after(worker.factor * own_s, HELD_UP | rank << 4)
         else:
             self._push(rank)
 
@@ -230,31 +234,34 @@ class VirtualRun:
         worker.pushed_s = clock.now_s
         worker.is_prepared = False
         worker.awaited = len(self._servers)
-        delay_s = worker.times.up_s + self._apart_s
         for server in self._servers:
-            at_s = self._carried(server) if self._up_s else 0.0
-            place = rank * len(self._servers) + server.index
-            clock.after(at_s + delay_s, ARRIVED | place << 3)
-        clock.work(worker.times.prepare_s, PREPARED | rank << 3)
+            if self._up_s:
+                server.up.carry(self._up_s, rank)
+            else:
+                self._arrive(server, worker)
+        clock.work(worker.times.prepare_s, PREPARED | rank << 4)
 
-    def _carried(self, server: _Server) -> float:
-        """When a gradient is through that the server's link is given now, from now on."""
-        now_s = self._clock.now_s
-        server.up_free_s = max(server.up_free_s, now_s) + self._up_s
-        return server.up_free_s - now_s
+    def _up(self, index: int) -> None:
+        server = self._servers[index]
+        if (rank := server.up.over()) is not None:
+            self._arrive(server, self._workers[rank])
+
+    def _arrive(self, server: _Server, worker: _Worker) -> None:
+        place = worker.rank * len(self._servers) + server.index
+        self._clock.after(worker.times.up_s + self._apart_s, ARRIVED | place << 4)
 
     def _prepared(self, rank: int) -> None:
         worker = self._workers[rank]
         worker.is_prepared = True
         worker.ready_s = self._clock.now_s
         if not worker.awaited:
-            self._clock.after(worker.times.down_s, OVER | rank << 3)
+            self._clock.after(worker.times.down_s, OVER | rank << 4)
 
     def _replied(self, rank: int) -> None:
         worker = self._workers[rank]
         worker.awaited -= 1
         if worker.is_prepared and not worker.awaited:
-            self._clock.after(worker.times.down_s, OVER | rank << 3)
+            self._clock.after(worker.times.down_s, OVER | rank << 4)
 
     def _go_on(self, rank: int) -> None:
         """The step is over, and the next one begins."""
@@ -266,7 +273,7 @@ class VirtualRun:
         worker.sequence += 1
         worker.began_s = now_s
         worker.times = times = next(worker.steps)
-        self._clock.work(times.compute_s, COMPUTED | worker.rank << 3)
+        self._clock.work(times.compute_s, COMPUTED | worker.rank << 4)
 
     def _count(self, worker: _Worker, now_s: float) -> None:
         found = self._figures
@@ -320,7 +327,7 @@ class VirtualRun:
 
     def _serve(self, lane: _Lane) -> None:
         place = lane.number * len(self._servers) + lane.server.index
-        self._clock.work(lane.items[0][0], SERVED | place << 3)
+        self._clock.work(lane.items[0][0], SERVED | place << 4)
 
     def _served(self, place: int) -> None:
         number, index = divmod(place, len(self._servers))
@@ -354,23 +361,25 @@ class VirtualRun:
                 self._figures.staleness[record.staleness] += 1
 
     def _reply(self, server: _Server, rank: int) -> None:
-        worker, clock = self._workers[rank], self._clock
+        worker = self._workers[rank]
         record = server.ledger.under_way[rank]
         server.ledger.replied(record)
         self._figures.answered += 1
         self._figures.dropped += record.outcome == DROPPED
         worker.bases[server.index] = server.version
-        at_s = self._apart_s
         if self._down_s:
-            server.down_free_s = max(server.down_free_s, clock.now_s) + self._down_s
-            at_s += server.down_free_s - clock.now_s
-        if at_s:
-            clock.after(at_s, REPLIED | rank << 3)
+            server.down.carry(self._down_s, rank)
+        elif self._apart_s:
+            self._clock.after(self._apart_s, REPLIED | rank << 4)
         else:
             self._replied(rank)
+
+    def _down(self, index: int) -> None:
+        if (rank := self._servers[index].down.over()) is not None:
+            self._clock.after(self._apart_s, REPLIED | rank << 4)
 
     def _tick(self, index: int) -> None:
         server, lane = self._servers[index], self._lanes[index][0]
         if not lane.is_busy:
             self._begin(lane, server.ledger.tick(self._clock.now_s), looks=False)
-        self._clock.after(TICK_S, TICK | index << 3)
+        self._clock.after(TICK_S, TICK | index << 4)

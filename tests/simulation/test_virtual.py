@@ -11,7 +11,7 @@ import pytest
 from offbeat.config import make_config
 from offbeat.roles.session import LARGE_FROM
 from offbeat.simulation import model as model_module
-from offbeat.simulation.clock import Clock
+from offbeat.simulation.clock import Clock, Link
 from offbeat.simulation.model import Model, ServiceTimes, StepTimes
 from offbeat.simulation.virtual import Figures, Setup, VirtualRun
 
@@ -72,6 +72,27 @@ def test_more_work_than_cores_goes_on_more_slowly() -> None:
     assert found[0] == (8, pytest.approx(1.0 + 0.25 * 5 / 2))
     assert [event for event, _ in found[1:]] == [0, 1, 2, 3], "the least number comes first"
     assert found[-1][1] == pytest.approx(4.25 / 2), "nothing is lost, and no core stands still"
+
+
+def test_what_a_link_carries_shares_it() -> None:
+    clock = Clock()
+    link = Link(clock, event=1)
+    link.carry(1.0, 7)
+    clock.after(0.5, 2)
+    assert clock.next() == 2
+    link.carry(0.25, 8)  # 7 has half of it left
+    over: list[tuple[int, float]] = []
+    while len(over) < 3:
+        assert clock.next() == 1
+        if (item := link.over()) is not None:
+            over.append((item, clock.now_s))
+        if item == 8:
+            link.carry(0.125, 9)
+    assert over == [
+        (8, pytest.approx(1.0)),
+        (9, pytest.approx(1.25)),
+        (7, pytest.approx(1.375)),
+    ]
 
 
 # -- disciplines -----------------------------------------------------------------------------------
@@ -168,7 +189,7 @@ def test_workers_share_cores() -> None:
     assert figures(model, "apply-reply", 8, cores=math.inf).gradients_per_s == pytest.approx(80)
 
 
-def test_a_link_carries_one_after_the_other() -> None:
+def test_a_link_carries_so_much_and_no_more() -> None:
     model = made(0.1, up_bytes=1e6, down_bytes=5e5)  # 8 and 4 Mbit
     one = figures(model, "apply-reply", 1, mbit=100)
     assert one.gradients_per_s == pytest.approx(1 / (0.1 + 0.08 + 0.04))
