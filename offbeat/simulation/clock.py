@@ -15,6 +15,7 @@ the least number comes first, so that nothing depends on chance.
 
 import heapq
 import math
+from collections import deque
 
 
 class Clock:
@@ -53,45 +54,33 @@ class Clock:
 
 
 class Link:
-    """What it carries at the same time goes on side by side, each with an equal part of it, as
-    connections over one network card do.
+    """Carries messages of one length, one part after the other; of several messages at the same
+    time in turn, as connections over one network card do.
 
-        link = Link(clock, event)
-        link.carry(0.1, item=7)     # `event` comes when something may be over
-        link.over()                 # 7; None: there was more to carry meanwhile
+        link = Link(clock, event, takes_s=0.1, num_parts=2)
+        link.carry(7)
+        clock.next()        # event
+        link.over()         # None: only its first part was carried; 7 the next time
     """
 
-    def __init__(self, clock: Clock, event: int) -> None:
+    def __init__(self, clock: Clock, event: int, takes_s: float, num_parts: int) -> None:
         self._clock = clock
         self._event = event
-        self._carried: list[tuple[float, int]] = []
-        """By how much would have been carried of something alone when that is over."""
-        self._carried_s = 0.0
-        """How much would have been by `_at_s`."""
-        self._at_s = 0.0
-        self._due_s = 0.0
-        """When the next one is over, if nothing more comes."""
+        self._part_s = takes_s / num_parts
+        self._num_parts = num_parts
+        self._waiting: deque[tuple[int, int]] = deque()
+        """Which message, and how many parts of it are left; the first one's is under way."""
 
-    def carry(self, takes_s: float, item: int) -> None:
-        """`takes_s`: how long it takes alone."""
-        now_s = self._clock.now_s
-        if self._carried:
-            self._carried_s += (now_s - self._at_s) / len(self._carried)
-        self._at_s = now_s
-        heapq.heappush(self._carried, (self._carried_s + takes_s, item))
-        self._tell()
+    def carry(self, message: int) -> None:
+        self._waiting.append((message, self._num_parts))
+        if len(self._waiting) == 1:
+            self._clock.after(self._part_s, self._event)
 
     def over(self) -> int | None:
-        if self._clock.now_s != self._due_s or not self._carried:
-            return None
-        self._carried_s, item = heapq.heappop(self._carried)
-        self._at_s = self._due_s
-        if self._carried:
-            self._tell()
-        return item
-
-    def _tell(self) -> None:
-        """Whoever is told too early asks in vain."""
-        left_s = max(0.0, self._carried[0][0] - self._carried_s) * len(self._carried)
-        self._due_s = self._clock.now_s + left_s
-        self._clock.after(left_s, self._event)
+        """The message of which that part was the last."""
+        message, left = self._waiting.popleft()
+        if left > 1:
+            self._waiting.append((message, left - 1))
+        if self._waiting:
+            self._clock.after(self._part_s, self._event)
+        return None if left > 1 else message

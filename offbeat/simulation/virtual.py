@@ -30,6 +30,10 @@ TICK_S = 0.05
 """How often a live server tells its discipline the time."""
 BYTES_PER_S = 1e6 / 8
 """Of a Mbit/s."""
+PART_BYTES = 1 << 18
+"""What a connection sends before another one's turn comes: so much fits into its buffers."""
+MOST_PARTS = 16
+"""Of a message: more would take longer, and change little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +103,14 @@ class _Server:
     __slots__ = ("down", "index", "ledger", "services", "up", "version")
 
     def __init__(
-        self, index: int, ledger: Ledger, services: Iterator[ServiceTimes], clock: Clock
+        self, index: int, ledger: Ledger, services: Iterator[ServiceTimes], up: Link, down: Link
     ) -> None:
         self.index = index
         self.ledger = ledger
         self.services = services
         self.version = 0
-        self.up = Link(clock, UP | index << 4)
-        self.down = Link(clock, DOWN | index << 4)
+        self.up = up
+        self.down = down
 
 
 class _Worker:
@@ -142,24 +146,29 @@ class VirtualRun:
         self._is_measured = False
         self._num_done = 0
         self._apart_s = setup.delay_ms / 2000
-        self._up_s = self._carried_s(model.up_bytes)
-        self._down_s = self._carried_s(model.down_bytes)
+        self._is_linked = setup.mbit < math.inf
         chance = random.Random(f"{seed}: servers")
         slices = model.cut(setup.servers)
         self._merge_s = slices.merge_s
         self._servers = [
-            _Server(index, self._make_ledger(), slices.services_of(chance), self._clock)
+            _Server(
+                index,
+                self._make_ledger(),
+                slices.services_of(chance),
+                self._make_link(UP | index << 4, model.up_bytes),
+                self._make_link(DOWN | index << 4, model.down_bytes),
+            )
             for index in range(setup.servers)
         ]
         self._lanes = [self._make_lanes(server, slices) for server in self._servers]
         self._workers = [self._make_worker(rank, seed) for rank in range(setup.workers)]
 
-    def _carried_s(self, num_bytes: float | None) -> float:
-        """How long a link takes for one server's part of them."""
-        if math.isinf(self._setup.mbit):
-            return 0.0
-        assert num_bytes is not None, "whoever asks for a link knows what it is to carry"
-        return num_bytes / self._setup.servers / (self._setup.mbit * BYTES_PER_S)
+    def _make_link(self, event: int, num_bytes: float | None) -> Link:
+        """One server's, for its part of so many bytes."""
+        assert num_bytes is not None or not self._is_linked, "there is something to carry"
+        each = (num_bytes or 0.0) / self._setup.servers
+        num_parts = min(MOST_PARTS, math.ceil(each / PART_BYTES)) or 1
+        return Link(self._clock, event, each / (self._setup.mbit * BYTES_PER_S), num_parts)
 
     def _make_ledger(self) -> Ledger:
         ranks = range(self._setup.workers)
@@ -235,8 +244,8 @@ class VirtualRun:
         worker.is_prepared = False
         worker.awaited = len(self._servers)
         for server in self._servers:
-            if self._up_s:
-                server.up.carry(self._up_s, rank)
+            if self._is_linked:
+                server.up.carry(rank)
             else:
                 self._arrive(server, worker)
         clock.work(worker.times.prepare_s, PREPARED | rank << 4)
@@ -367,8 +376,8 @@ class VirtualRun:
         self._figures.answered += 1
         self._figures.dropped += record.outcome == DROPPED
         worker.bases[server.index] = server.version
-        if self._down_s:
-            server.down.carry(self._down_s, rank)
+        if self._is_linked:
+            server.down.carry(rank)
         elif self._apart_s:
             self._clock.after(self._apart_s, REPLIED | rank << 4)
         else:

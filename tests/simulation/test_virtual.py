@@ -74,25 +74,20 @@ def test_more_work_than_cores_goes_on_more_slowly() -> None:
     assert found[-1][1] == pytest.approx(4.25 / 2), "nothing is lost, and no core stands still"
 
 
-def test_what_a_link_carries_shares_it() -> None:
+def test_a_link_carries_messages_in_turn() -> None:
     clock = Clock()
-    link = Link(clock, event=1)
-    link.carry(1.0, 7)
-    clock.after(0.5, 2)
-    assert clock.next() == 2
-    link.carry(0.25, 8)  # 7 has half of it left
-    over: list[tuple[int, float]] = []
-    while len(over) < 3:
-        assert clock.next() == 1
-        if (item := link.over()) is not None:
-            over.append((item, clock.now_s))
-        if item == 8:
-            link.carry(0.125, 9)
-    assert over == [
-        (8, pytest.approx(1.0)),
-        (9, pytest.approx(1.25)),
-        (7, pytest.approx(1.375)),
-    ]
+    link = Link(clock, event=1, takes_s=1.0, num_parts=4)
+    link.carry(7)
+    clock.after(0.3, 2)
+    over = []
+    for _ in range(9):
+        if clock.next() == 2:
+            link.carry(8)
+        elif (message := link.over()) is not None:
+            over.append((message, clock.now_s))
+    assert over == [(7, pytest.approx(1.5)), (8, pytest.approx(2.0))]
+    with pytest.raises(IndexError):
+        clock.next()
 
 
 # -- disciplines -----------------------------------------------------------------------------------
