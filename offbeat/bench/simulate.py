@@ -210,7 +210,7 @@ class _Rig:
         print(f"{self._name} {cell.name}: {told}", file=sys.stderr, flush=True)
 
     def _predict(self, source: Recording, asked: Asked, target: Recording) -> Prediction:
-        cores = self._suite.cores or source.model.cores
+        cores = self._suite.cores or source.timing.cores
         return predict(source, asked.cell(target), cores, target.config.slowdowns)
 
     def _record(self, asked: Asked) -> Recording:

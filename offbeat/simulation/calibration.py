@@ -1,7 +1,7 @@
 """From a recorded run's events to how long everything takes.
 
     recording = read_recording(Path("runs/..."))
-    recording.model         # what to simulate others with
+    recording.timing         # what to simulate others with
     recording.figures       # what was measured, in the same words as what is simulated
 
 What is looked at is the stretch in which all workers were at work. Of a worker, a step's times are
@@ -24,7 +24,7 @@ from offbeat.accounts import APPLIED, DROPPED
 from offbeat.config import TrainConfig, make_config, options
 from offbeat.errors import ConfigError, RunDirError
 from offbeat.run.events import read_events
-from offbeat.simulation.model import Model, ServiceTimes, StepTimes
+from offbeat.simulation.timing import ServiceTimes, StepTimes, Timing
 from offbeat.simulation.virtual import Figures, Setup, VirtualRun
 
 WARM_UP = 20
@@ -47,7 +47,7 @@ class Recording:
     """What is known of a run."""
 
     config: TrainConfig
-    model: Model
+    timing: Timing
     figures: Figures
     """Of the stretch in which all were at work."""
 
@@ -88,8 +88,8 @@ class _Events:
     """By worker and number."""
     pushes: dict[int, list[_Push]] = field(default_factory=lambda: defaultdict(list))
     """By shard."""
-    bytes: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By worker: up and down, of the last step that says so."""
+    bytes: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """By worker: whole, up and down, of the last step that says so."""
 
     def add(self, event: Mapping[str, Any]) -> None:
         match event["kind"]:
@@ -97,7 +97,8 @@ class _Events:
                 times = (event[k] for k in ("start_s", "compute_s", "prepare_s", "exchange_s"))
                 self.steps[event["worker"]][event["step"]] = _Step(*map(float, times))
                 if "up" in event:
-                    self.bytes[event["worker"]] = float(event["up"]), float(event["down"])
+                    names = ("whole", "up", "down")
+                    self.bytes[event["worker"]] = tuple(float(event[name]) for name in names)
             case "push":
                 made = (event[name] for name in _Push._fields)
                 self.pushes[event["shard"]].append(_Push(*made))
@@ -116,8 +117,8 @@ def read_recording(path: Path, cores: float | None = None) -> Recording:
             f"{path} has an event that is none of this version's: {error!r}"
         ) from error
     window = _window(path, config, events)
-    model, figures = _Reading(config, events, window).model(cores), _figures(events, window)
-    return Recording(config=config, model=_alone(config, model, figures), figures=figures)
+    timing, figures = _Reading(config, events, window).timing(cores), _figures(events, window)
+    return Recording(config=config, timing=_alone(config, timing, figures), figures=figures)
 
 
 def _read_config(path: Path) -> tuple[TrainConfig, float]:
@@ -191,17 +192,17 @@ def _figures(events: _Events, window: Window) -> Figures:
     return found
 
 
-def _alone(config: TrainConfig, model: Model, figures: Figures) -> Model:
+def _alone(config: TrainConfig, timing: Timing, figures: Figures) -> Timing:
     """What everything would take on a core of its own: such that the same run, on the cores that it
     had, comes out computing for as long as it did."""
-    if math.isinf(model.cores):
-        return model
-    setup = setup_of(config, model.cores)
+    if math.isinf(timing.cores):
+        return timing
+    setup = setup_of(config, timing.cores)
     measured_s, factor = figures.computed_s / figures.gradients, 1.0
     for _ in range(FITTING_ROUNDS):
-        found = VirtualRun(setup, model.scaled(factor)).go(FITTING_STEPS, FITTING_STEPS // 10)
+        found = VirtualRun(setup, timing.scaled(factor)).go(FITTING_STEPS, FITTING_STEPS // 10)
         factor *= measured_s / (found.computed_s / found.gradients)
-    return model.scaled(factor)
+    return timing.scaled(factor)
 
 
 def setup_of(config: TrainConfig, cores: float) -> Setup:
@@ -236,25 +237,26 @@ class _Reading:
         self._window = window
         self._served = {shard: sorted(_served(p)) for shard, p in events.pushes.items()}
 
-    def model(self, cores: float) -> Model:
+    def timing(self, cores: float) -> Timing:
         services, merge_s = self._services()
-        up, down = self._bytes()
-        return Model(
+        whole, up, down = self._bytes()
+        return Timing(
             steps=[self._steps_of(worker) for worker in sorted(self._events.steps)],
             services=services,
             merge_s=merge_s,
             servers=self._config.servers,
+            whole_bytes=whole or 0.0,
             up_bytes=up,
             down_bytes=down,
             cores=cores,
         )
 
-    def _bytes(self) -> tuple[float | None, float | None]:
+    def _bytes(self) -> Sequence[float | None]:
+        """Of a gradient, in memory; that are sent; and of a reply."""
         found = list(self._events.bytes.values())
         if not found:
-            return None, None
-        up, down = (sum(column) / len(found) for column in zip(*found, strict=True))
-        return up, down
+            return None, None, None
+        return [_mean(column) for column in zip(*found, strict=True)]
 
     # -- workers -------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Prediction:
 class Simulated:
     recorded: Recording
     again: Prediction
-    """The recorded run itself, simulated: how well the model does where it was looked at."""
+    """The recorded run itself, simulated: how well that does where it was looked at."""
     cores: float
     """That all roles share; inf: each worker and server has its own."""
     seed: int
@@ -107,7 +107,7 @@ def simulate(
     servers share; inf: each has its own; by default what they had in the run. `steps`: gradients
     per worker that figures are made of. `say` is told of each cell as it is done."""
     recorded = read_recording(Path(run))
-    cores = recorded.model.cores if cores is None else cores
+    cores = recorded.timing.cores if cores is None else cores
     slow_worker = recorded.config.slow_worker if slow_worker is None else slow_worker
     _check(recorded, rates or (), cores, steps)
     cells, left_out = _cells(recorded.config, disciplines, workers, servers, rates, delays)
@@ -130,7 +130,7 @@ def simulate(
 def simulated_again(recorded: Recording, steps: int | None = None, seed: int = 0) -> Prediction:
     config = recorded.config
     cell = Cell(discipline=config.chosen, workers=config.workers, servers=config.servers)
-    return predict(recorded, cell, recorded.model.cores, config.slowdowns, steps, seed)
+    return predict(recorded, cell, recorded.timing.cores, config.slowdowns, steps, seed)
 
 
 def predict(
@@ -154,7 +154,7 @@ def predict(
     if steps is None:
         steps = max(FEWEST_STEPS, -(-NUM_GRADIENTS // cell.workers))
     warm_up = max(WARM_UP_STEPS, steps // 10)
-    run = VirtualRun(setup, recorded.model, seed=seed)
+    run = VirtualRun(setup, recorded.timing, seed=seed)
     return prediction_of(cell, run.go(steps * cell.workers, warm_up * cell.workers))
 
 
@@ -172,7 +172,7 @@ def prediction_of(cell: Cell, found: Figures) -> Prediction:
 
 
 def _check(recorded: Recording, rates: Sequence[float], cores: float, steps: int | None) -> None:
-    if any(rate < math.inf for rate in rates) and recorded.model.up_bytes is None:
+    if any(rate < math.inf for rate in rates) and recorded.timing.up_bytes is None:
         raise ConfigError(
             "the run's events do not say how many bytes a gradient has, which a link's rate takes: "
             "record one with this version"

@@ -1,7 +1,7 @@
 """A run on a virtual clock: the real ledger and discipline of every server, and models of all that
 takes time.
 
-    run = VirtualRun(Setup(discipline=ApplyReply, workers=64, servers=1), model, seed=0)
+    run = VirtualRun(Setup(discipline=ApplyReply, workers=64, servers=1), timing, seed=0)
     figures = run.go(gradients=10_000, warm_up=1_000)
     figures.gradients_per_s, figures.staleness
 
@@ -22,7 +22,7 @@ from offbeat.accounts import DROPPED
 from offbeat.disciplines import Apply, Discipline, Reply
 from offbeat.ledger import Action, Copy, Ledger, PushRecord
 from offbeat.simulation.clock import Clock, Link
-from offbeat.simulation.model import Model, ServiceTimes, StepTimes
+from offbeat.simulation.timing import ServiceTimes, StepTimes, Timing
 
 COMPUTED, HELD_UP, PREPARED, ARRIVED, SERVED, REPLIED, OVER, UP, DOWN, TICK = range(10)
 """Events; each is one of these, plus sixteen times whose it is."""
@@ -47,8 +47,7 @@ class Setup:
     cores: float = math.inf
     """That all of them share; inf: each has its own."""
     mbit: float = math.inf
-    """A second, of each server's link, each way; what the model's times have in them comes on
-    top."""
+    """A second, of each server's link, each way; the timing's ways up and down come on top."""
     delay_ms: float = 0.0
     """There and back; likewise."""
     slowdowns: Mapping[int, float] = field(default_factory=dict)
@@ -138,9 +137,9 @@ class _Worker:
 
 
 class VirtualRun:
-    def __init__(self, setup: Setup, model: Model, *, seed: int = 0) -> None:
+    def __init__(self, setup: Setup, timing: Timing, *, seed: int = 0) -> None:
         self._setup = setup
-        self._model = model
+        self._timing = timing
         self._clock = Clock(setup.cores)
         self._figures = Figures()
         self._is_measured = False
@@ -148,15 +147,15 @@ class VirtualRun:
         self._apart_s = setup.delay_ms / 2000
         self._is_linked = setup.mbit < math.inf
         chance = random.Random(f"{seed}: servers")
-        slices = model.cut(setup.servers)
+        slices = timing.cut(setup.servers)
         self._merge_s = slices.merge_s
         self._servers = [
             _Server(
                 index,
                 self._make_ledger(),
                 slices.services_of(chance),
-                self._make_link(UP | index << 4, model.up_bytes),
-                self._make_link(DOWN | index << 4, model.down_bytes),
+                self._make_link(UP | index << 4, timing.up_bytes),
+                self._make_link(DOWN | index << 4, timing.down_bytes),
             )
             for index in range(setup.servers)
         ]
@@ -177,7 +176,7 @@ class VirtualRun:
             ledger.join(rank, 0)
         return ledger
 
-    def _make_lanes(self, server: _Server, slices: Model) -> list[_Lane]:
+    def _make_lanes(self, server: _Server, slices: Timing) -> list[_Lane]:
         """One; without a lock each worker's session is a thread of its own, but for small
         slices."""
         is_parallel = not server.ledger.discipline.locked and slices.is_large
@@ -186,7 +185,7 @@ class VirtualRun:
 
     def _make_worker(self, rank: int, seed: int) -> _Worker:
         apart = math.isinf(self._setup.cores)
-        steps = self._model.steps_of(rank, seed, apart=apart)
+        steps = self._timing.steps_of(rank, seed, apart=apart)
         worker = _Worker(rank, self._setup.servers, steps)
         worker.factor = self._setup.slowdowns.get(rank, 1.0) - 1
         # workers come one after the other

@@ -67,7 +67,9 @@ def one_worker(compute_s: float = 0.1) -> list[Event]:
         start_s = 5 + number * (compute_s + 0.014)
         up_s = start_s + compute_s + 0.002
         events.append(push(0, number, up_s, up_s + 0.003, up_s + 0.007, number))
-        events.append(step(0, number, start_s, compute_s, 0.001, 0.013, up=800.0, down=400.0))
+        events.append(
+            step(0, number, start_s, compute_s, 0.001, 0.013, up=800.0, down=400.0, whole=1600.0)
+        )
     return events
 
 
@@ -76,17 +78,17 @@ def read(tmp_path: Path, events: Sequence[Event], **options: Any) -> Recording:
 
 
 def test_each_part_of_a_step_is_found(tmp_path: Path) -> None:
-    model = read(tmp_path, one_worker()).model
-    (steps,) = model.steps
+    timing = read(tmp_path, one_worker()).timing
+    (steps,) = timing.steps
     assert len(steps) == NUM_STEPS - NUM_STEPS // 10, "the first ones are not looked at"
     for found in steps:
         assert found == pytest.approx((0.1, 0.001, 0.002, 0.005))
-    for service in model.services:
+    for service in timing.services:
         looks_s, applies_s = LOOK_SHARE * 0.003, (1 - LOOK_SHARE) * 0.003
         assert service == pytest.approx((looks_s, applies_s, 0.004))
-    assert model.merge_s == pytest.approx(MERGE_SHARE * 0.003)
-    assert (model.up_bytes, model.down_bytes) == (800.0, 400.0)
-    assert model.cores == math.inf, "nobody said that they shared any"
+    assert timing.merge_s == pytest.approx(MERGE_SHARE * 0.003)
+    assert (timing.whole_bytes, timing.up_bytes, timing.down_bytes) == (1600.0, 800.0, 400.0)
+    assert timing.cores == math.inf, "nobody said that they shared any"
 
 
 def test_the_figures_of_the_run_are_those_of_the_same_time(tmp_path: Path) -> None:
@@ -99,8 +101,8 @@ def test_the_figures_of_the_run_are_those_of_the_same_time(tmp_path: Path) -> No
 
 def test_a_straggler_s_waiting_is_not_its_computing(tmp_path: Path) -> None:
     held = [dict(event) for event in one_worker(0.3 + 0.002)]  # 3x, and of the batch before too
-    model = read(tmp_path, held, slow_worker="0:3x").model
-    assert model.steps[0][5].compute_s == pytest.approx(0.1)
+    timing = read(tmp_path, held, slow_worker="0:3x").timing
+    assert timing.steps[0][5].compute_s == pytest.approx(0.1)
 
 
 def test_of_a_server_that_was_busy_nothing_is_learned_about_the_way_up(tmp_path: Path) -> None:
@@ -115,10 +117,10 @@ def test_of_a_server_that_was_busy_nothing_is_learned_about_the_way_up(tmp_path:
             step(1, number, at_s, 0.05, 0.001, 0.019),
         ]
     events[1]["received_s"] = 5.151  # the first one of worker 1 found it idle
-    model = read(tmp_path, events, workers=2).model
-    assert all(found.up_s == pytest.approx(0.001) for found in model.steps[0])
-    assert model.steps[1][-1].up_s <= 0.011
-    applied = sorted(service.look_s + service.apply_s for service in model.services)
+    timing = read(tmp_path, events, workers=2).timing
+    assert all(found.up_s == pytest.approx(0.001) for found in timing.steps[0])
+    assert timing.steps[1][-1].up_s <= 0.011
+    applied = sorted(service.look_s + service.apply_s for service in timing.services)
     assert applied[0] == pytest.approx(0.003) and applied[-1] == pytest.approx(0.004)
 
 
@@ -130,10 +132,10 @@ def test_where_the_reply_comes_first_the_same_is_found(tmp_path: Path) -> None:
             push(0, number, at_s + 0.051, at_s + 0.066, at_s + 0.061, number),
             step(0, number, at_s, 0.05, 0.0, 0.012),
         ]
-    model = read(tmp_path, events, discipline="reply-apply").model
+    timing = read(tmp_path, events, discipline="reply-apply").timing
     expected = (LOOK_SHARE * 0.01, 0.005, (1 - LOOK_SHARE) * 0.01)
-    assert all(service == pytest.approx(expected) for service in model.services)
-    assert all(found.down_s == pytest.approx(0.001) for found in model.steps[0])
+    assert all(service == pytest.approx(expected) for service in timing.services)
+    assert all(found.down_s == pytest.approx(0.001) for found in timing.steps[0])
 
 
 def test_of_rounds_what_merging_took_is_taken_off(tmp_path: Path) -> None:
@@ -147,8 +149,8 @@ def test_of_rounds_what_merging_took_is_taken_off(tmp_path: Path) -> None:
             events.append(push(worker, number, received_s, applied_s, replied_s, number))
             exchange_s = replied_s - at_s - 0.05 + 0.001
             events.append(step(worker, number, at_s, 0.05, 0.0, exchange_s))
-    model = read(tmp_path, events, workers=3, discipline="sync").model
-    for service in model.services:
+    timing = read(tmp_path, events, workers=3, discipline="sync").timing
+    for service in timing.services:
         assert service.look_s + service.apply_s == pytest.approx(0.01)
         assert service.reply_s == pytest.approx(0.002)
 
@@ -162,15 +164,15 @@ def test_what_was_computed_on_too_few_cores_would_take_less_on_its_own(tmp_path:
     described |= {"environment": {"cores": 2}, "job": {"engine": "local"}}
     file.write_text(json.dumps(described))
     shared = read_recording(tmp_path / "run")
-    assert shared.model.cores == 2
+    assert shared.timing.cores == 2
     assert 0.35 < compute_s(shared) / 0.008 < 0.7, "four computed on two of them, most of the time"
     described["job"]["engine"] = "cluster"
     file.write_text(json.dumps(described))
-    assert read_recording(tmp_path / "run").model.cores == math.inf
+    assert read_recording(tmp_path / "run").timing.cores == math.inf
 
 
 def compute_s(recording: Recording) -> float:
-    found = [step.compute_s for steps in recording.model.steps for step in steps]
+    found = [step.compute_s for steps in recording.timing.steps for step in steps]
     return sum(found) / len(found)
 
 
@@ -198,5 +200,5 @@ def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
 
 def test_of_a_long_run_the_first_steps_of_each_are_left_out(tmp_path: Path) -> None:
     write_run(tmp_path / "run", gradients=2000, workers=2, servers=1, seed=0)
-    model = read_recording(tmp_path / "run").model
-    assert [len(steps) for steps in model.steps] == [pytest.approx(1000 - WARM_UP, abs=8)] * 2
+    timing = read_recording(tmp_path / "run").timing
+    assert [len(steps) for steps in timing.steps] == [pytest.approx(1000 - WARM_UP, abs=8)] * 2

@@ -10,9 +10,9 @@ import pytest
 
 from offbeat.config import make_config
 from offbeat.roles.session import LARGE_FROM
-from offbeat.simulation import model as model_module
+from offbeat.simulation import timing as timing_module
 from offbeat.simulation.clock import Clock, Link
-from offbeat.simulation.model import Model, ServiceTimes, StepTimes
+from offbeat.simulation.timing import ServiceTimes, StepTimes, Timing
 from offbeat.simulation.virtual import Figures, Setup, VirtualRun
 
 FREE = ServiceTimes(0.0, 0.0, 0.0)
@@ -20,14 +20,14 @@ FREE = ServiceTimes(0.0, 0.0, 0.0)
 
 def made(
     *computes_s: float, service: ServiceTimes = FREE, prepare_s: float = 0.0, **more: Any
-) -> Model:
+) -> Timing:
     """Each of these workers takes as long for each step."""
     steps = [[StepTimes(compute_s, prepare_s, 0.0, 0.0)] for compute_s in computes_s]
-    return Model(steps=steps, services=[service], **more)
+    return Timing(steps=steps, services=[service], **more)
 
 
 def figures(
-    model: Model,
+    timing: Timing,
     discipline: str,
     workers: int,
     *,
@@ -40,7 +40,7 @@ def figures(
     asked = Setup(
         discipline=lambda ranks: chosen.kind(ranks, **chosen.values), workers=workers, **setup
     )
-    return VirtualRun(asked, model, seed=seed).go(gradients, warm_up)
+    return VirtualRun(asked, timing, seed=seed).go(gradients, warm_up)
 
 
 def mean(found: Figures) -> float:
@@ -106,21 +106,21 @@ def test_a_sync_round_takes_as_long_as_the_slowest_and_the_server() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 5, 16])
 def test_staleness_of_equal_workers(workers: int) -> None:
     service = ServiceTimes(1e-4, 1e-4, 1e-4)
-    model = made(0.1, service=service)
-    assert mean(figures(model, "apply-reply", workers)) == pytest.approx(workers - 1, abs=0.02)
-    assert mean(figures(model, "reply-apply", workers)) == pytest.approx(workers, abs=0.02)
-    assert mean(figures(model, "lock-free", workers)) == pytest.approx(workers, abs=0.02)
-    gathered = mean(figures(model, "buffer:4", workers))
+    timing = made(0.1, service=service)
+    assert mean(figures(timing, "apply-reply", workers)) == pytest.approx(workers - 1, abs=0.02)
+    assert mean(figures(timing, "reply-apply", workers)) == pytest.approx(workers, abs=0.02)
+    assert mean(figures(timing, "lock-free", workers)) == pytest.approx(workers, abs=0.02)
+    gathered = mean(figures(timing, "buffer:4", workers))
     assert gathered == pytest.approx((workers - 1) / 4, abs=0.5)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_bounded_keeps_its_bound_and_waits_for_the_straggler(bound: int) -> None:
-    model = made(0.1, 0.1, 0.35)
-    found = figures(model, f"bounded:{bound}", 3)
+    timing = made(0.1, 0.1, 0.35)
+    found = figures(timing, f"bounded:{bound}", 3)
     assert max(found.staleness) <= (3 - 1) * (2 * bound + 1)
     assert found.gradients_per_s == pytest.approx(3 / 0.35, rel=0.01), "nobody goes ahead for long"
-    free = figures(model, "bounded:inf", 3)
+    free = figures(timing, "bounded:inf", 3)
     assert free.gradients_per_s == pytest.approx(2 / 0.1 + 1 / 0.35, rel=0.01)
 
 
@@ -164,52 +164,54 @@ def test_the_next_batch_is_prepared_while_the_exchange_is_under_way() -> None:
 
 
 def test_on_the_way_up_and_down_time_goes_by() -> None:
-    model = Model(steps=[[StepTimes(0.1, 0.0, 0.02, 0.03)]], services=[FREE])
-    found = figures(model, "apply-reply", 1)
+    timing = Timing(steps=[[StepTimes(0.1, 0.0, 0.02, 0.03)]], services=[FREE])
+    found = figures(timing, "apply-reply", 1)
     assert found.gradients_per_s == pytest.approx(1 / 0.15)
 
 
 def test_a_worker_that_is_held_up_takes_so_many_times_as_long() -> None:
-    model = made(0.1, prepare_s=0.01, service=ServiceTimes(0.0, 0.0, 0.02))
-    found = figures(model, "apply-reply", 2, slowdowns={1: 3.0}, gradients=4000)
+    timing = made(0.1, prepare_s=0.01, service=ServiceTimes(0.0, 0.0, 0.02))
+    found = figures(timing, "apply-reply", 2, slowdowns={1: 3.0}, gradients=4000)
     quick = 1 / (0.1 + 0.02)
     slow = 1 / (0.1 + 2 * (0.1 + 0.01) + 0.02)
     assert found.gradients_per_s == pytest.approx(quick + slow, rel=0.02)
 
 
 def test_workers_share_cores() -> None:
-    model = made(0.1)
-    assert figures(model, "apply-reply", 2, cores=2).gradients_per_s == pytest.approx(20)
-    assert figures(model, "apply-reply", 8, cores=2).gradients_per_s == pytest.approx(20)
-    assert figures(model, "apply-reply", 8, cores=math.inf).gradients_per_s == pytest.approx(80)
+    timing = made(0.1)
+    assert figures(timing, "apply-reply", 2, cores=2).gradients_per_s == pytest.approx(20)
+    assert figures(timing, "apply-reply", 8, cores=2).gradients_per_s == pytest.approx(20)
+    assert figures(timing, "apply-reply", 8, cores=math.inf).gradients_per_s == pytest.approx(80)
 
 
 def test_a_link_carries_so_much_and_no_more() -> None:
-    model = made(0.1, up_bytes=1e6, down_bytes=5e5)  # 8 and 4 Mbit
-    one = figures(model, "apply-reply", 1, mbit=100)
+    timing = made(0.1, up_bytes=1e6, down_bytes=5e5)  # 8 and 4 Mbit
+    one = figures(timing, "apply-reply", 1, mbit=100)
     assert one.gradients_per_s == pytest.approx(1 / (0.1 + 0.08 + 0.04))
-    many = figures(model, "apply-reply", 16, mbit=100)
+    many = figures(timing, "apply-reply", 16, mbit=100)
     assert many.gradients_per_s == pytest.approx(1 / 0.08, rel=0.01), "the narrower way"
-    cut = figures(model, "apply-reply", 16, mbit=100, servers=2)
+    cut = figures(timing, "apply-reply", 16, mbit=100, servers=2)
     assert cut.gradients_per_s == pytest.approx(2 / 0.08, rel=0.02), "each has a link of its own"
-    far = figures(model, "apply-reply", 1, delay_ms=50)
+    far = figures(timing, "apply-reply", 1, delay_ms=50)
     assert far.gradients_per_s == pytest.approx(1 / 0.15)
 
 
 def test_more_servers_have_less_to_do_each() -> None:
     service = ServiceTimes(0.01, 0.01, 0.01)
-    model = made(0.1, service=service, up_bytes=1e9)  # what does not go by the length is nothing
-    found = figures(model, "apply-reply", 64, servers=4)
+    timing = made(
+        0.1, service=service, whole_bytes=1e9
+    )  # what does not go by the length is nothing
+    found = figures(timing, "apply-reply", 64, servers=4)
     assert found.gradients_per_s == pytest.approx(4 / 0.03, rel=0.02)
     assert found.staleness.total() == pytest.approx(4 * found.gradients, rel=0.05)
-    small = figures(made(0.1, service=service, up_bytes=1.0), "apply-reply", 64, servers=4)
+    small = figures(made(0.1, service=service, whole_bytes=1.0), "apply-reply", 64, servers=4)
     assert small.gradients_per_s == pytest.approx(1 / 0.03, rel=0.02), "most of it stays as it is"
 
 
 def test_without_a_lock_large_slices_are_served_side_by_side() -> None:
     service = ServiceTimes(0.01, 0.02, 0.01)
-    assert model_module.LARGE_FROM_BYTES == 4 * LARGE_FROM
-    large = made(0.1, service=service, up_bytes=float(model_module.LARGE_FROM_BYTES))
+    assert timing_module.LARGE_FROM_BYTES == 4 * LARGE_FROM
+    large = made(0.1, service=service, whole_bytes=float(timing_module.LARGE_FROM_BYTES))
     found = figures(large, "lock-free", 32)
     assert found.gradients_per_s == pytest.approx(32 / 0.12, rel=0.02)
     locked = figures(large, "reply-apply", 32)
@@ -219,7 +221,7 @@ def test_without_a_lock_large_slices_are_served_side_by_side() -> None:
 # -- chance ----------------------------------------------------------------------------------------
 
 
-def varied(seed: int) -> Model:
+def varied(seed: int) -> Timing:
     chance = random.Random(seed)
     steps = [
         [
@@ -229,7 +231,7 @@ def varied(seed: int) -> Model:
         for _ in range(3)
     ]
     services = [ServiceTimes(*(chance.expovariate(1000) for _ in range(3))) for _ in range(50)]
-    return Model(steps=steps, services=services, merge_s=0.001)
+    return Timing(steps=steps, services=services, merge_s=0.001)
 
 
 @pytest.mark.parametrize("discipline", ["sync", "bounded:1", "lock-free", "rennala:3"])
@@ -246,10 +248,10 @@ def test_the_same_seed_is_the_same_run(discipline: str, cores: float) -> None:
 def drawn(apart: bool, workers: int = 2) -> Sequence[list[StepTimes]]:
     """Of one record, of which each step says its place."""
     steps = [[StepTimes(float(number), 0.0, 0.0, 0.0) for number in range(10_000)]]
-    model = Model(steps=steps, services=[FREE])
+    timing = Timing(steps=steps, services=[FREE])
     return [
         [next(found) for _ in range(1000)]
-        for found in (model.steps_of(rank, 0, apart=apart) for rank in range(workers))
+        for found in (timing.steps_of(rank, 0, apart=apart) for rank in range(workers))
     ]
 
 
@@ -258,7 +260,7 @@ def test_times_are_drawn_in_blocks_and_on_one_machine_from_the_same_time() -> No
     steps = [b.compute_s - a.compute_s for a, b in itertools.pairwise(first)]
     assert sum(step == 1 for step in steps) >= 900
     near = [abs(a.compute_s - b.compute_s) for a, b in zip(first, second, strict=True)]
-    assert sum(n < model_module.BLOCK for n in near) > 950 and max(near) > 0
+    assert sum(n < timing_module.BLOCK for n in near) > 950 and max(near) > 0
     (first, second) = drawn(apart=True)
     near = [abs(a.compute_s - b.compute_s) for a, b in zip(first, second, strict=True)]
-    assert sum(n < model_module.BLOCK for n in near) < 200
+    assert sum(n < timing_module.BLOCK for n in near) < 200

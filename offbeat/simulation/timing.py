@@ -4,7 +4,7 @@ Made out of a recorded run's events (calibration.py), or written down by hand:
 
     step = StepTimes(compute_s=0.02, prepare_s=0.001, up_s=0.0001, down_s=0.0001)
     service = ServiceTimes(look_s=1e-4, apply_s=2e-4, reply_s=1e-4)
-    model = Model(steps=[[step]], services=[service])
+    timing = Timing(steps=[[step]], services=[service])
 
 Imports no torch.
 """
@@ -20,13 +20,12 @@ from typing import NamedTuple, TypeVar
 BLOCK = 25
 """So many steps in a row are drawn as they followed each other: what makes one slow, as another
 process on its machine, often lasts."""
-
-
 FIXED_BYTES = 600_000
-"""What a server does for each gradient takes as long as if its slice were longer by so much."""
+"""What a server does for each gradient takes as long as if its slice were longer by so much;
+measured, docs/simulation.md."""
 LARGE_FROM_BYTES = 2_000_000
 """As roles/session.py has it, in elements of four bytes."""
-Times = TypeVar("Times")
+Drawn = TypeVar("Drawn")
 
 
 class StepTimes(NamedTuple):
@@ -53,7 +52,7 @@ class ServiceTimes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Timing:
     steps: Sequence[Sequence[StepTimes]]
     """Of each worker that was looked at, in the order of time. Where there are more workers, they
     are like these again."""
@@ -63,27 +62,29 @@ class Model:
     """What each further gradient of an update takes."""
     servers: int = 1
     """In so many slices the vector was cut."""
+    whole_bytes: float = 0.0
+    """What a gradient is in memory, over all servers; 0: not known."""
     up_bytes: float | None = None
-    """A gradient, over all servers; None: not known."""
+    """What of it is sent; None: not known."""
     down_bytes: float | None = None
     cores: float = math.inf
     """That all workers and servers shared; inf: each had its own."""
 
     @property
     def slice_bytes(self) -> float:
-        return (self.up_bytes or 0.0) / self.servers
+        return self.whole_bytes / self.servers
 
     @property
     def is_large(self) -> bool:
         """Whether sessions have threads of their own."""
         return self.slice_bytes >= LARGE_FROM_BYTES
 
-    def cut(self, servers: int) -> "Model":
+    def cut(self, servers: int) -> "Timing":
         """The same with another number of servers. Part of what a service takes does not depend on
         how long the slice is; where that is not known, half of it."""
         if servers == self.servers:
             return self
-        before, now = self.slice_bytes, (self.up_bytes or 0.0) / servers
+        before, now = self.slice_bytes, self.whole_bytes / servers
         factor = (FIXED_BYTES + now) / (FIXED_BYTES + before)
         if not before:
             factor = 0.5 + 0.5 * self.servers / servers
@@ -112,7 +113,7 @@ class Model:
             return itertools.repeat(found[0])
         return (found[int(chance.random() * len(found))] for _ in itertools.count())
 
-    def scaled(self, factor: float) -> "Model":
+    def scaled(self, factor: float) -> "Timing":
         """Where everything that takes a core takes so many times as long."""
         steps = [[_scaled(step, factor) for step in each] for each in self.steps]
         services = [ServiceTimes(*(factor * part_s for part_s in each)) for each in self.services]
@@ -125,8 +126,8 @@ def _scaled(step: StepTimes, factor: float) -> StepTimes:
 
 
 def _blocks(
-    found: Sequence[Times], starts: Iterator[float], length: int
-) -> Iterator[Sequence[Times]]:
+    found: Sequence[Drawn], starts: Iterator[float], length: int
+) -> Iterator[Sequence[Drawn]]:
     """`starts`: where each begins, as a part of all."""
     for start in starts:
         first = int(start * len(found))
