@@ -28,6 +28,11 @@ HEADER = (
     *("dropped", "servers busy"),
 )
 NO_LINK = "as recorded"
+COUNTED = (
+    "Gradients/s counts all that were answered, also those that were dropped. Staleness is that of "
+    "gradients that were applied, at all servers; waiting the share of their time in which workers "
+    "had nothing else to do."
+)
 Place = tuple[int, float, float]
 """Servers, rate and delay: what a panel of the plots is of."""
 
@@ -125,7 +130,7 @@ def _json(found: Simulated, run: str) -> str:
 
 def describe(found: Simulated, run: str) -> Document:
     rows = tuple(row_of(prediction) for prediction in found.predictions)
-    sections = [Section("Predicted", tables=(Table(HEADER, rows),))]
+    sections = []
     plots: list[tuple[str, str, Callable[[Prediction], float]]] = [
         ("Gradients per second", "gradients/s", lambda p: p.gradients_per_s),
         ("Staleness", "mean staleness, plus 1", lambda p: 1 + (p.staleness["mean"] or 0)),
@@ -133,6 +138,7 @@ def describe(found: Simulated, run: str) -> Document:
     ]
     if len({p.cell.workers for p in found.predictions}) > 1:
         sections += [_plotted(found, *plot) for plot in plots]
+    sections.append(Section("All cells", COUNTED, tables=(Table(HEADER, rows),)))
     if found.left_out:
         left_out = Table(("cell", "why"), tuple(found.left_out.items()))
         sections.append(Section("Left out", tables=(left_out,)))
