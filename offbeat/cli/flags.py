@@ -270,15 +270,16 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slow-worker",
         metavar="WORKER",
-        help="1:3x has worker 1 take three times as long for each step (default: the run's)",
+        help="1:3x has worker 1 take three times as long for each step, 1:1x as long as it takes "
+        "(default: the run's)",
     )
     parser.add_argument(
         "--cores",
         metavar="N",
         type=_cores,
-        help="all workers and servers share so many, each computing on one at a time; inf: each "
-        "has its own, as on machines of their own (default: what the run had, where all of it was "
-        "on one machine; else inf)",
+        help="all workers and servers share so many, each computing on as many at a time as it has "
+        "threads; inf: each has its own, as on machines of their own (default: what the run had, "
+        "where all of it was on one machine's; else inf)",
     )
     parser.add_argument(
         "--steps",

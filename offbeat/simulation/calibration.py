@@ -10,6 +10,7 @@ server does one thing after the other, what it does ends at one of them, and beg
 before, or when the push came. Imports no torch.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -31,6 +32,8 @@ WARM_UP = 20
 """So many steps of each worker are not looked at, or a tenth of them, if that is less."""
 FEWEST_STEPS = 10
 """Of each worker, to draw from."""
+MOST_STEPS = 10_000
+"""Of each worker; what came later is not looked at."""
 LOOK_SHARE = 0.4
 """Of looking at a gradient and applying it, or replying to it, where a run's events have only the
 sum; measured, docs/simulation.md."""
@@ -93,21 +96,22 @@ class _Events:
 
     def add(self, event: Mapping[str, Any]) -> None:
         match event["kind"]:
-            case "step":
+            case "step" if event["step"] <= MOST_STEPS:
                 times = (event[k] for k in ("start_s", "compute_s", "prepare_s", "exchange_s"))
                 self.steps[event["worker"]][event["step"]] = _Step(*map(float, times))
                 if "up" in event:
                     names = ("whole", "up", "down")
                     self.bytes[event["worker"]] = tuple(float(event[name]) for name in names)
-            case "push":
+            case "push" if event["sequence"] <= MOST_STEPS:
                 made = (event[name] for name in _Push._fields)
                 self.pushes[event["shard"]].append(_Push(*made))
 
 
 def read_recording(path: Path, cores: float | None = None) -> Recording:
     """`cores`: that its roles had, if it is not as the run says."""
-    config, found = _read_config(path)
-    cores = found if cores is None else cores
+    config, machine = _read_config(path)
+    if cores is not None:
+        machine = dataclasses.replace(machine, cores=cores)
     events = _Events()
     try:
         for event in read_events(path / "events"):
@@ -117,25 +121,44 @@ def read_recording(path: Path, cores: float | None = None) -> Recording:
             f"{path} has an event that is none of this version's: {error!r}"
         ) from error
     window = _window(path, config, events)
-    timing, figures = _Reading(config, events, window).timing(cores), _figures(events, window)
+    timing, figures = _Reading(config, events, window).timing(machine), _figures(events, window)
     return Recording(config=config, timing=_alone(config, timing, figures), figures=figures)
 
 
-def _read_config(path: Path) -> tuple[TrainConfig, float]:
-    """The options of a run that can be simulated, and how many cores it had for all its roles."""
+@dataclass(frozen=True, kw_only=True)
+class _Machine:
+    """What all of a run's roles shared."""
+
+    cores: float
+    """inf: each had its own."""
+    threads: int
+    """Of each worker."""
+
+
+def _read_config(path: Path) -> tuple[TrainConfig, _Machine]:
+    """The options of a run that can be simulated, and where it was."""
     file = path / "config.json"
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
         given = {k: v for k, v in described["config"].items() if k in options() and v is not None}
         config = make_config(given)
-        engine = (described.get("job") or {}).get("engine", config.engine)
-        cores = (described.get("environment") or {}).get("cores")
+        machine = _machine_of(described)
     except OSError as error:
         raise RunDirError(f"cannot read {file}: {error.strerror}; is that a run?") from error
     except (ValueError, TypeError, LookupError) as error:
         raise RunDirError(f"{file} does not describe a run: {error!r}") from error
     _check(config)
-    return config, float(cores) if cores and engine in ON_ONE_MACHINE else math.inf
+    return config, machine
+
+
+def _machine_of(described: Mapping[str, Any]) -> _Machine:
+    """On GPUs, as on machines of their own, nothing is known of what another worker would find."""
+    job, resolved = described.get("job") or {}, described.get("resolved") or {}
+    cores = float((described.get("environment") or {}).get("cores") or math.inf)
+    on_cores = all(device == "cpu" for device in resolved.get("devices") or ())
+    is_shared = on_cores and job.get("engine") in ON_ONE_MACHINE
+    threads = int(resolved.get("threads") or 1)
+    return _Machine(cores=cores if is_shared else math.inf, threads=threads)
 
 
 def _check(config: TrainConfig) -> None:
@@ -237,7 +260,7 @@ class _Reading:
         self._window = window
         self._served = {shard: sorted(_served(p)) for shard, p in events.pushes.items()}
 
-    def timing(self, cores: float) -> Timing:
+    def timing(self, machine: _Machine) -> Timing:
         services, merge_s = self._services()
         whole, up, down = self._bytes()
         return Timing(
@@ -248,7 +271,8 @@ class _Reading:
             whole_bytes=whole or 0.0,
             up_bytes=up,
             down_bytes=down,
-            cores=cores,
+            cores=machine.cores,
+            threads=machine.threads,
         )
 
     def _bytes(self) -> Sequence[float | None]:

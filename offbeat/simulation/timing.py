@@ -69,6 +69,8 @@ class Timing:
     down_bytes: float | None = None
     cores: float = math.inf
     """That all workers and servers shared; inf: each had its own."""
+    threads: int = 1
+    """On so many of them a worker computes at a time."""
 
     @property
     def slice_bytes(self) -> float:

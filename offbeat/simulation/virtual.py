@@ -140,7 +140,7 @@ class VirtualRun:
     def __init__(self, setup: Setup, timing: Timing, *, seed: int = 0) -> None:
         self._setup = setup
         self._timing = timing
-        self._clock = Clock(setup.cores)
+        self._clock = Clock(max(1.0, setup.cores / timing.threads))
         self._figures = Figures()
         self._is_measured = False
         self._num_done = 0

@@ -169,6 +169,11 @@ def test_what_was_computed_on_too_few_cores_would_take_less_on_its_own(tmp_path:
     described["job"]["engine"] = "cluster"
     file.write_text(json.dumps(described))
     assert read_recording(tmp_path / "run").timing.cores == math.inf
+    described["job"]["engine"] = "local"
+    described["resolved"] = {"devices": ["cuda:0"] * 4, "threads": 3}
+    file.write_text(json.dumps(described))
+    on_gpu = read_recording(tmp_path / "run").timing
+    assert (on_gpu.cores, on_gpu.threads) == (math.inf, 3)
 
 
 def compute_s(recording: Recording) -> float:

@@ -182,6 +182,9 @@ def test_workers_share_cores() -> None:
     assert figures(timing, "apply-reply", 2, cores=2).gradients_per_s == pytest.approx(20)
     assert figures(timing, "apply-reply", 8, cores=2).gradients_per_s == pytest.approx(20)
     assert figures(timing, "apply-reply", 8, cores=math.inf).gradients_per_s == pytest.approx(80)
+    threaded = made(0.1, threads=2)
+    assert figures(threaded, "apply-reply", 8, cores=4).gradients_per_s == pytest.approx(20)
+    assert figures(threaded, "apply-reply", 1, cores=1).gradients_per_s == pytest.approx(10)
 
 
 def test_a_link_carries_so_much_and_no_more() -> None:
