@@ -171,10 +171,11 @@ def test_on_the_way_up_and_down_time_goes_by() -> None:
 
 def test_a_worker_that_is_held_up_takes_so_many_times_as_long() -> None:
     timing = made(0.1, prepare_s=0.01, service=ServiceTimes(0.0, 0.0, 0.02))
-    found = figures(timing, "apply-reply", 2, slowdowns={1: 3.0}, gradients=4000)
-    quick = 1 / (0.1 + 0.02)
     slow = 1 / (0.1 + 2 * (0.1 + 0.01) + 0.02)
-    assert found.gradients_per_s == pytest.approx(quick + slow, rel=0.02)
+    alone = figures(timing, "apply-reply", 1, slowdowns={0: 3.0})
+    assert alone.gradients_per_s == pytest.approx(slow)
+    found = figures(timing, "apply-reply", 2, slowdowns={1: 3.0}, gradients=4000)
+    assert found.gradients_per_s == pytest.approx(1 / (0.1 + 0.02) + slow, rel=0.02)
 
 
 def test_workers_share_cores() -> None:
