@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from offbeat.recipes.metrics import metric
     from offbeat.replaying.again import replay
     from offbeat.schedules import schedule
+    from offbeat.simulation.prediction import Simulated, simulate
 
 _HOME = {
     "Adagrad": "optim",
@@ -52,6 +53,7 @@ _HOME = {
     "RunError": "errors",
     "SGD": "optim",
     "Sampler": "loops.sampler",
+    "Simulated": "simulation.prediction",
     "State": "loops.state",
     "TrainConfig": "config",
     "UsageError": "errors",
@@ -75,6 +77,7 @@ _HOME = {
     "resume": "api",
     "schedule": "schedules",
     "seed": "loops.distribute",
+    "simulate": "simulation.prediction",
     "step_decay": "optim",
     "train": "api",
     "world_size": "place",
@@ -94,6 +97,7 @@ __all__ = [
     "Result",
     "RunError",
     "Sampler",
+    "Simulated",
     "State",
     "TrainConfig",
     "UsageError",
@@ -118,6 +122,7 @@ __all__ = [
     "resume",
     "schedule",
     "seed",
+    "simulate",
     "step_decay",
     "train",
     "world_size",

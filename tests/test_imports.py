@@ -15,7 +15,7 @@ PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
     ["bench", "comparison", "launching", "replaying"],
-    ["api"],
+    ["api", "simulation"],
     ["engines"],
     ["cluster"],
     ["loops"],
@@ -102,7 +102,7 @@ def test_nobody_imports_itself_in_a_roundabout_way() -> None:
     assert cycles(bad) == {frozenset("abc"), frozenset("e")}, "the check itself works"
 
 
-@pytest.mark.parametrize("folder", [*LAYERS[-1], "report"])
+@pytest.mark.parametrize("folder", [*LAYERS[-1], "report", "simulation"])
 def test_the_lowest_layer_and_reports_know_no_torch(folder: str) -> None:
     inside = [name for name in MODULES if f"{name}.".startswith(f"offbeat.{folder}.")]
     assert inside

@@ -5,6 +5,8 @@ The engine's processes find them here by name.
 
 import dataclasses
 import functools
+import threading
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,3 +71,25 @@ wide = Recipe(
     optimizer=SGD(lr=0.01),
     batch_size=16,
 )
+
+
+APART_S = 0.04
+_never = threading.Event()
+
+
+def _apart_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Waits for 24 to 56 ms, by chance, instead of computing."""
+    inputs, labels = batch
+    _never.wait(APART_S * (0.6 + 0.8 * float(inputs[0, 0])))
+    return F.cross_entropy(model(inputs), labels)
+
+
+apart = Recipe(
+    model=lambda: nn.Linear(784, 100),
+    data=lambda config: (noise(16_384, 784), None),
+    loss=_apart_loss,
+    optimizer=SGD(lr=0.01),
+    batch_size=4,
+)
+"""78,500 parameters. Workers take next to nothing of their machine, so that many of them on one do
+as if each had its own."""

@@ -6,6 +6,7 @@
     offbeat compare --disciplines sync,lock-free --out DIR -- train.py --its --flags
     offbeat report RUN_OR_DIR
     offbeat eval RUN --follow
+    offbeat simulate RUN --workers 4,64,1024 --disciplines all
     offbeat export RUN model.safetensors
     offbeat role worker --index 1 --cluster cluster.toml
     offbeat launch --workers 4 train.py
@@ -18,6 +19,7 @@ Ctrl-C, SIGTERM or SIGHUP.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -311,6 +313,30 @@ def _replay(known: argparse.Namespace) -> int:
     return 0 if found.is_same else 1
 
 
+def _simulate(known: argparse.Namespace) -> int:
+    names = ("workers", "servers", "disciplines", "rates", "delays", "slow_worker", "cores")
+    asked = {name: getattr(known, name) for name in (*names, "steps", "seed")}
+    with signals_as_ctrl_c():
+        from offbeat.simulation import telling
+        from offbeat.simulation.prediction import simulate
+
+        rows = itertools.count()
+
+        def say(prediction: Any) -> None:
+            if next(rows) == 0:
+                print(telling.line_of(telling.HEADER))
+            print(telling.line_of(telling.row_of(prediction)), flush=True)
+
+        found = simulate(known.run, **asked, say=say)
+    print(telling.lead(found, known.run))
+    for cell, why in found.left_out.items():
+        print(f"offbeat: left out {cell}: {why}", file=sys.stderr)
+    if known.out is not None:
+        for path in telling.write_simulation(found, known.run, Path(known.out)):
+            print(f"wrote {path}")
+    return 0
+
+
 def _role(known: argparse.Namespace) -> int:
     if CONTROL_VARIABLE in os.environ:
         return _fork_server() if known.role == FORK_SERVER else _role_of_engine(known)
@@ -566,6 +592,7 @@ def _bench(known: argparse.Namespace) -> int:
             norm,
             peers,
             report,
+            simulate,
             start,
             tables,
             train,
@@ -581,6 +608,7 @@ def _bench(known: argparse.Namespace) -> int:
             "gpu": gpu.gpu,
             "launch": launch.bench_launch,
             "peers": peers.peers,
+            "simulate": simulate.bench_simulate,
         }
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}
@@ -601,6 +629,7 @@ _COMMANDS = {
     "report": _report,
     "eval": _eval,
     "replay": _replay,
+    "simulate": _simulate,
     "export": _export,
     "role": _role,
     "cluster": _cluster,

@@ -34,6 +34,7 @@ HELP_OF_SCRIPTS = {
 }
 """Where a flag means something else than in train."""
 OWN_FLAGS = "the script's own flags go behind its name"
+SIMULATED = ("fashion-cnn", "mnist-sigmoid", "apart")
 PEERS = ("ddp", "hogwild", "rpc", "rpc-async", "ray", "ray-async")
 
 Parsers = Mapping[str, argparse.ArgumentParser]
@@ -252,6 +253,43 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the weights there, as safetensors")
     for name in ("recipe", "data_dir"):
         _add_option(parser, name, None, options()[name].metadata)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder, from which times are drawn")
+    on_top = "each in turn, on top of what the run's times have in them (default: none)"
+    axes: list[tuple[str, Callable[[str], Any], str]] = [
+        ("workers", _count, "how many workers, each number in turn (default: the run's)"),
+        ("servers", _count, "how many servers, each number in turn (default: the run's)"),
+        ("disciplines", str, "as in train, each in turn; all: Offbeat's own (default: the run's)"),
+        ("rates", _link_rate, f"Mbit/s of each server's link, each way, or inf, {on_top}"),
+        ("delays", _delay, f"ms, there and back, {on_top}"),
+    ]
+    for name, kind, text in axes:
+        parser.add_argument(f"--{name}", metavar="LIST", type=_several(kind), help=text)
+    parser.add_argument(
+        "--slow-worker",
+        metavar="WORKER",
+        help="1:3x has worker 1 take three times as long for each step, 1:1x as long as it takes "
+        "(default: the run's)",
+    )
+    parser.add_argument(
+        "--cores",
+        metavar="N",
+        type=_cores,
+        help="all workers and servers share so many, each computing on as many at a time as it has "
+        "threads; inf: each has its own, as on machines of their own (default: what the run had, "
+        "where all of it was on one machine's; else inf)",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=_count,
+        help="gradients per worker that figures are made of (default: 20, or 20000 in all)",
+    )
+    parser.add_argument("--seed", metavar="N", type=_index, default=0, help="default: 0")
+    out = "write simulation.html, .md and .json there"
+    parser.add_argument("--out", metavar="DIR", help=out)
 
 
 def _add_role(parser: argparse.ArgumentParser) -> None:
@@ -482,6 +520,13 @@ def _add_bench_start(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "workers", _count, ("2", "8"))
 
 
+def _add_bench_simulate(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "recipes", _one_of(SIMULATED), ("fashion-cnn", "apart"))
+    _add_list(parser, "cells", str, ("all",))
+    seconds = "how long each run trains (default: 4)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=4.0, help=seconds)
+
+
 def _add_bench_links(parser: argparse.ArgumentParser) -> None:
     recipe = "what to train, as train's --recipe (default: fashion-cnn)"
     parser.add_argument("--model", metavar="RECIPE", default="fashion-cnn", help=recipe)
@@ -594,6 +639,14 @@ BENCHMARKS: dict[str, tuple[str, str, int | None, Callable[[argparse.ArgumentPar
         5,
         _add_bench_start,
     ),
+    "simulate": (
+        "what offbeat simulate predicts, beside what is measured",
+        "What offbeat simulate predicts from one run, beside runs that it was not calibrated on, "
+        "in turn: fashion-cnn and mnist-sigmoid, whose workers share this machine's cores, and "
+        "apart, whose workers wait instead of computing, as if each had a machine of its own.",
+        5,
+        _add_bench_simulate,
+    ),
     "links": (
         "training over slow networks, and what helps, beside training over loopback",
         "What a slow network does to a run, and what helps: a grid of rates, delays and settings, "
@@ -646,6 +699,14 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers 
         "recorded order, and compare losses and checkpoints to the bit. Nothing is written into "
         "the run's folder.",
         _add_replay,
+    ),
+    "simulate": (
+        "predict what a recorded run would be with other workers, servers or disciplines",
+        "Predict gradients per second, staleness and waiting for other numbers of workers and "
+        "servers, other disciplines, slower links or a straggler, on a virtual clock: times are "
+        "drawn from a recorded run's events, decisions are the real servers'. Nothing is trained, "
+        "and the same command prints the same.",
+        _add_simulate,
     ),
     "role": (
         "be one process of a run",
@@ -705,6 +766,14 @@ def _size(text: str) -> float:
 
 def _rate(text: str) -> float:
     return math.inf if text == "loopback" else _size(text)
+
+
+def _link_rate(text: str) -> float:
+    return math.inf if text == "inf" else _size(text)
+
+
+def _cores(text: str) -> float:
+    return math.inf if text == "inf" else _count(text)
 
 
 def _delay(text: str) -> float:

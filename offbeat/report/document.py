@@ -44,6 +44,9 @@ class LinePlot:
     """Moments that something happened at."""
     limits: tuple[float, float] | None = None
     """What y can be at all, if that is known."""
+    log_x: bool = False
+    log_y: bool = False
+    """By the logarithm; there nothing is 0 or less."""
 
     def legend(self) -> list[tuple[str, int]]:
         return [(line.name, line.color) for line in self.lines]

@@ -53,9 +53,13 @@ class _Scale:
     high: float
     start: float
     end: float
+    is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        share = (value - low) / (high - low)
         return round(self.start + share * (self.end - self.start), 1)
 
 
@@ -75,6 +79,19 @@ def ticks(
     last = math.ceil(high / step - 1e-9)
     digits = max(0, 3 - math.floor(math.log10(step)))
     return [round(i * step, digits) for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Powers of ten, with what is between them where there is room, from `low` or below it to
+    `high` or above it."""
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        every = [f * 10.0**power for power in range(-12, 16) for f in factors]
+        first = max((i for i, v in enumerate(every) if v <= low * (1 + 1e-9)), default=0)
+        last = next(i for i, v in enumerate(every) if v >= high * (1 - 1e-9))
+        found = every[first : max(last, first + 1) + 1]
+        if len(found) <= most:
+            break
+    return found[:: -(-len(found) // most)] if len(found) > most else found
 
 
 def _svg(plot: Plot, height: float, body: Iterable[str]) -> str:
@@ -106,8 +123,8 @@ def _axes(xs: _Scale | None, ys: _Scale, x: str, y: str, marks: Sequence[float])
         parts.append(f'<path class="grid" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
         parts.append(_text(LEFT - 5, at + 3.5, short(value), "end"))
     if xs is not None:
-        for value in ticks(xs.low, xs.high):
-            if value <= xs.high * (1 + 1e-9):
+        for value in (log_ticks if xs.is_log else ticks)(xs.low, xs.high):
+            if xs.low * (1 - 1e-9) <= value <= xs.high * (1 + 1e-9):
                 parts.append(_below(xs(value), bottom + 14, short(value)))
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>')
     if x:
@@ -122,10 +139,12 @@ def _draw_lines(plot: LinePlot) -> str:
     values = [y for _, y in points] + [y for line in plot.lines for b in line.band for y in b]
     if not points:
         return _svg(plot, HEIGHT, [_text(WIDTH / 2, HEIGHT / 2, "nothing to show", "mid")])
-    marks = ticks(min(values), max(values), limits=plot.limits)
+    lowest, highest = min(values), max(values)
+    marks = log_ticks(lowest, highest) if plot.log_y else ticks(lowest, highest, limits=plot.limits)
     last = max(x for x, _ in points)
-    xs = _Scale(0, last or 1, LEFT, WIDTH - RIGHT)
-    ys = _Scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP)
+    first = min(x for x, _ in points) if plot.log_x else 0
+    xs = _Scale(first, last or 1, LEFT, WIDTH - RIGHT, plot.log_x)
+    ys = _Scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP, plot.log_y)
     body = _axes(xs, ys, plot.x, plot.y, marks)
     for x, text in plot.marks:
         if x <= xs.high:

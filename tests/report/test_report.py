@@ -23,7 +23,7 @@ from offbeat.report.one_run import describe_run, histogram
 from offbeat.report.record import read_run
 from offbeat.report.statistics import Sample, best_of, differ, two_sided
 from offbeat.report.summary import summarise
-from offbeat.report.svg import draw, ticks
+from offbeat.report.svg import draw, log_ticks, ticks
 from offbeat.report.write import write_report
 
 SEEDS = 3
@@ -675,6 +675,33 @@ def test_ticks_are_round_numbers_around_the_values(
     low: float, high: float, expected: list[float]
 ) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1, 10, [1, 2, 5, 10]),
+        (4, 1024, [3, 10, 30, 100, 300, 1000, 3000]),
+        (0.3, 40_000, [0.1, 1, 10, 100, 1000, 10_000, 100_000]),
+        (7, 7, [5, 10]),
+        (1e-6, 1e9, [1e-6, 1e-3, 1, 1e3, 1e6, 1e9]),
+    ],
+)
+def test_ticks_by_the_logarithm_are_round_numbers_too(
+    low: float, high: float, expected: list[float]
+) -> None:
+    assert log_ticks(low, high, most=7) == pytest.approx(expected)
+
+
+def test_a_line_by_the_logarithm_is_straight_where_it_multiplies() -> None:
+    points = tuple((float(x), 5.0 * x) for x in (1, 10, 100))
+    plot = LinePlot("t", "workers", "rate", (Line("ideal", 0, points),), log_x=True, log_y=True)
+    places = [
+        (float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', draw(plot))
+    ]
+    (x0, y0), (x1, y1), (x2, y2) = places
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and x1 > x0
+    assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2) and y1 < y0
 
 
 def describe_setup(run: Path, cores: int = 2) -> None:
