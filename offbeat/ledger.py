@@ -91,6 +91,8 @@ class PushRecord:
     """An Apply or a Drop has it."""
     is_pending: bool = False
     """It was answered before that; so it stays, whatever becomes of it."""
+    is_answered_first: bool = False
+    """Where the server promises: its reply comes before its update, or whatever becomes of it."""
     is_closed: bool = False
     """Its worker's session is done with it, and it was pending then."""
     copy: Any = None
@@ -328,6 +330,7 @@ class Ledger:
         push = Push(record.worker, record.sequence, record.base_version, version)
         actions = self._note(self.discipline.on_push(push))
         if self.promises and record.outcome != DROPPED:
+            record.is_answered_first = _replies_first(actions, push)
             return (Write(record), *actions)
         return actions
 
@@ -526,6 +529,16 @@ class Ledger:
             return (Snapshot(unmet.pop()),) if version >= unmet[0].at_version else ()
         except IndexError:
             return ()
+
+
+def _replies_first(actions: Sequence[Action], push: Push) -> bool:
+    """Whether the worker of this push is answered before its update is made."""
+    for action in actions:
+        if isinstance(action, Reply) and action.worker == push.worker:
+            return True
+        if isinstance(action, Apply) and push in action.pushes:
+            return False
+    return False
 
 
 def cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:

@@ -143,11 +143,11 @@ class Journalling:
             record.batch,
             record.base_version,
             at_s=record.received_s,
-            is_answered=record.is_pending,
+            is_answered=record.is_answered_first,
             is_refused=gradient is None,
         )
         number = self.journal.append(head, () if gradient is None else payload_of(gradient))
-        if record.is_pending:
+        if record.is_answered_first:
             self._open[record.worker, record.sequence] = number
 
     def updated(

@@ -7,6 +7,7 @@ are in.
 import errno
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from offbeat.rules import Dana, DelayCompensated, Gradient, Sum
 from offbeat.run import journal as journal_module
 from offbeat.run.journal import Disk, Journal
 from offbeat.run.segments import GRADIENT, Entry, Head, list_segments
-from offbeat.shard import ShardState
+from offbeat.shard import Shard, ShardState, Updater
 
 MARK = bytes(32)
 DISCIPLINES: dict[str, dict[str, Any]] = {
@@ -256,6 +257,42 @@ def test_what_was_answered_is_had_again_to_the_bit(
             assert again.accounts == accounts
         settled = [r.join(worker).link.welcome.settled_sequence for worker in range(3)]
         assert settled == [9, 9, 9], "everybody goes on where it was"
+
+
+def test_what_was_answered_is_had_again_also_where_its_update_was_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """reply-apply: the machine goes down between a worker's answer and the update."""
+    begun, goes_on, make = threading.Event(), threading.Event(), Shard.make_updater
+
+    def slow(shard: Shard, *args: Any, **options: Any) -> Updater:
+        updater = make(shard, *args, **options)
+        apply = updater.apply
+
+        def wait_and_apply(gradients: Any) -> int:
+            begun.set()
+            assert goes_on.wait(20)
+            return apply(gradients)
+
+        monkeypatch.setattr(updater, "apply", wait_and_apply)
+        return updater
+
+    disk = Forgetful()
+    with monkeypatch.context() as patched, promising(tmp_path, "reply-apply", disk=disk) as r:
+        patched.setattr(Shard, "make_updater", slow)
+        state = r.server.sessions.show()
+        hand = r.join(0)
+        hand.push(1.0)
+        assert begun.wait(20)
+        assert r.server.sessions.wait_for_disk(1, 20), "which has its gradient"
+        disk.goes_on.clear()
+        goes_on.set()
+        assert hand.reply().version == 0
+        left = crash(tmp_path, tmp_path / "left")
+        disk.goes_on.set()
+    with promising(left, "reply-apply", life=1, state=state) as r:
+        assert r.shard.version == 1 and inside(r) == 1
+        assert r.join(0).link.welcome.settled_sequence == 1
 
 
 def test_what_is_pending_when_a_checkpoint_is_made_goes_in_later(tmp_path: Path) -> None:

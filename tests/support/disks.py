@@ -76,26 +76,30 @@ class _Wrapped(File):
 
 
 class Forgetful(Disk):
-    """What is written and not synced is lost when the machine goes down: it is not there before."""
+    """What is written and not synced is lost when the machine goes down: it is not there before.
+    Syncs wait until they may go on."""
 
     def __init__(self, *, syncs: bool = True) -> None:
         self.syncs = syncs
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     def create(self, path: Path) -> File:
-        return _ForgetfulFile(super().create(path), syncs=self.syncs)
+        return _ForgetfulFile(super().create(path), self)
 
 
 class _ForgetfulFile(File):
-    def __init__(self, file: File, *, syncs: bool) -> None:
+    def __init__(self, file: File, disk: Forgetful) -> None:
         self._file = file
-        self._syncs = syncs
+        self._disk = disk
         self._held: list[bytes] = []
 
     def write(self, parts: Sequence[memoryview]) -> None:
         self._held += [bytes(part) for part in parts]
 
     def sync(self) -> None:
-        if self._syncs:
+        assert self._disk.goes_on.wait(TIMEOUT_S)
+        if self._disk.syncs:
             self._file.write([memoryview(part) for part in self._held])
             self._held.clear()
 
