@@ -60,6 +60,8 @@ def salvage(folder: RunFolder, job: Job, *, at_s: float, tolerant: bool = False)
             )
     for path in folder.journal.glob("*"):
         remove_journal(path)
+    with contextlib.suppress(OSError):  # something else is in it
+        folder.journal.rmdir()
     return list(dict.fromkeys(told))
 
 

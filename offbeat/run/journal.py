@@ -159,6 +159,9 @@ class Journal:
         try:
             self._open()
         except OSError as error:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
             raise JournalError(
                 f"cannot use {self.folder} for a journal: {error.strerror or error}"
             ) from error
@@ -247,12 +250,10 @@ class Journal:
             self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = None
         if self._lock is not None:
+            _remove_if_empty(self.folder)
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for children that have a copy of it
             os.close(self._lock)
             self._lock = None
-        with contextlib.suppress(OSError):  # there is something in them
-            self.folder.rmdir()
-            self.folder.parent.rmdir()
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -344,6 +345,9 @@ def remove_journal(folder: Path) -> None:
     """All that is in it is in a checkpoint."""
     for path in sorted(folder.glob(f"*{SUFFIX}"), reverse=True):
         path.unlink()
-    with contextlib.suppress(OSError):
+    _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # there is something in it
         folder.rmdir()
-        folder.parent.rmdir()

@@ -152,8 +152,10 @@ class Rig:
         make_codec: Callable[[], Codec | None] = lambda: None,
         make_reply_codec: Callable[[], Codec | None] = lambda: None,
         manifest: Manifest | None = None,
+        state: ShardState | None = None,
         **shard_options: Any,
     ) -> None:
+        """`state`: what the server begins with; None: zeros."""
         self.make_codec = make_codec
         self.make_reply_codec = make_reply_codec
         self.hands: list[Hand] = []
@@ -189,8 +191,12 @@ class Rig:
             **{"agreement": {"fingerprint": "same"}, **(server_options or {})},
         )
         self.server.start()
-        state = ShardState(version=0, tensors={"params": torch.zeros(total)}, accounts={})
-        self.server.load(state)
+        zeros = ShardState(version=0, tensors={"params": torch.zeros(total)}, accounts={})
+        try:
+            self.server.load(state or zeros)
+        except BaseException:
+            self.close()
+            raise
 
     def join(
         self, worker: int, fingerprint: str = "same", incarnation: int = 0, **more: Any
