@@ -8,6 +8,7 @@ same machine may be twice as fast an hour later:
                beside torch's DistributedDataParallel on gloo
     peers      each discipline, beside DDP, Hogwild, torch's RPC and Ray's actors
     launch     a script's own loop, beside the same as a recipe
+    durable    --ack durable, beside --ack applied, and one sync of the same disk
     engines    roles that Ray starts, beside those that the command starts
     gpu        workers that share a GPU, beside bare loops
     norm       a step with the fast local response normalisation, beside one with torch's

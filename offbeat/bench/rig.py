@@ -115,6 +115,7 @@ class Rig:
         self._num_runs = 0
         job = make_job(make_config(options, {"steps": 1}), load_recipe(options["recipe"]))
         self._config = job.config
+        self.num_elements = job.manifest.num_elements
         self._facts = job.facts
         self._data = share({"train": job.train})  # as the engine does, for the other contenders
 

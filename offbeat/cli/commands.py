@@ -557,6 +557,7 @@ def _bench(known: argparse.Namespace) -> int:
             raise ConfigError(f"cannot write {file}: there is no such folder")
     with signals_as_ctrl_c():
         from offbeat.bench import (
+            durable,
             engines,
             exchange,
             gpu,
@@ -574,6 +575,7 @@ def _bench(known: argparse.Namespace) -> int:
         kinds = {"exchange": exchange.exchange, "train": train.train, "norm": norm.norm}
         kinds |= {"network": network.network, "report": report.report}
         kinds |= {
+            "durable": durable.durable,
             "engines": engines.engines,
             "start": start.start,
             "gpu": gpu.gpu,

@@ -449,6 +449,13 @@ def _add_bench_launch(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "disciplines", str, ("apply-reply", "lock-free"))
 
 
+def _add_bench_durable(parser: argparse.ArgumentParser) -> None:
+    _add_bench_job(parser)
+    seconds = "how long each one trains in a round (default: 4)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=4.0, help=seconds)
+    _add_list(parser, "disciplines", str, ("apply-reply", "reply-apply", "sync", "buffer"))
+
+
 def _add_bench_gpu(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "workers", _count, ("1", "4", "8"))
     _add_list(parser, "disciplines", str, ("apply-reply", "lock-free"))
@@ -543,6 +550,13 @@ BENCHMARKS: dict[str, tuple[str, str, int | None, Callable[[argparse.ArgumentPar
         "What a training loop of one's own costs, on made-up data.",
         5,
         _add_bench_launch,
+    ),
+    "durable": (
+        "gradients per second with --ack durable, beside --ack applied",
+        "What it costs that a server answers when its disk has it (that of TMPDIR), on made-up "
+        "data.",
+        7,
+        _add_bench_durable,
     ),
     "engines": (
         "gradients per second of roles that Ray starts, beside those that the command starts",

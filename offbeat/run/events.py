@@ -7,13 +7,15 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     push   by a server: shard, outcome (applied, dropped, rejected, duplicate), version, worker,
            incarnation, sequence, batch, base_version, staleness, mixed, received_s, applied_s,
            replied_s, lr (the learning rate, where no parameter group says otherwise), and norm
-           where the server clips (below); where there are no servers by each worker, of its own
+           where the server clips (below); where there are no servers by each worker, of its own.
+           again: out of a journal, of an update that was made before (--ack durable)
     step   by a worker: worker, step, epoch, loss, examples, outcome, start_s, compute_s, prepare_s,
            exchange_s, and with --clip-norm the gradient's norm before it was clipped
     diverged by a worker whose loss is no number any more: worker, step, batch (its last one), and
            base_versions, of each shard: what it was computed on; at_s
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
-           only the connection broke), version, seen_version, at_s
+           only the connection broke), version, seen_version, at_s; whole: another server, which
+           has all that the first had answered
     score  by the evaluator: version, metric (null: NaN or infinite), count, at_s, every (of how
            many updates one is due); scores: all of them by their names, the metric first. By rank
            0's script, which counts nothing: higher_is_better, by their names, since nobody knew of

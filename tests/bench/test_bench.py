@@ -67,6 +67,22 @@ def test_training_is_compared_with_the_ceiling_and_ddp(
 
 
 @pytest.mark.slow
+def test_promises_are_timed_beside_runs_without(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rig.CALIBRATION_STEPS, "mnist-sigmoid", 50)
+    arguments = ["--disciplines", "sync,buffer", "--rounds", "1", "--seconds", "0.5"]
+    assert main(["bench", "durable", *arguments]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:-1]] == [
+        ["sync", "applied"],
+        ["sync", "durable"],
+        ["buffer", "applied"],
+        ["buffer", "durable"],
+    ]
+
+
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_timed_beside_a_recipe(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

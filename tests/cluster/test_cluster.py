@@ -18,7 +18,7 @@ from offbeat.cluster import bootstrap, remote
 from offbeat.cluster import relay as relaying
 from offbeat.cluster.relay import Relay
 from offbeat.config import DISCIPLINES, make_config
-from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError
+from offbeat.errors import ConnectionClosedError, OffbeatError, RecipeError, RoleError
 from offbeat.flat import PROTOCOL
 from offbeat.roles.master import Patience
 from offbeat.run.events import read_events
@@ -189,6 +189,29 @@ def test_a_server_that_is_started_again_gets_its_shard_back(
             [(1, 0), (1, 1), (0, 0)],
         )
         assert loads[-1]["version"] > 0 or loads[1]["version"] > 0
+
+
+def test_a_server_that_promises_has_all_it_answered_on_its_own_disk(tmp_path: Path) -> None:
+    options = {"discipline": "apply-reply", "checkpoint_every": 1000, "epochs": 10}
+    with cluster(tmp_path, servers=2, workers=2, ack="durable", **options) as made:
+        made.journals = tmp_path / "disks"
+        master = made.start_all()
+        wait_until(lambda: made.version(1) >= 20, "something was answered")
+        made.restart_server(1)
+        result: Any = master.wait()
+        kept = result.summary["kept"]
+        assert [row["lost"] for row in kept] == [0, 0]
+        assert {row["applied"] for row in kept} == {result.summary["gradients"]}
+        again = [e for e in read_events(made.run_dir / "events") if e.get("again")]
+        assert len(again) >= 20 and {e["shard"] for e in again} == {1}
+        assert not list(made.journals.glob("*/*/*")), "all of it is in the last checkpoint"
+
+
+def test_a_server_without_a_disk_for_its_journal_says_so(tmp_path: Path) -> None:
+    with cluster(tmp_path, servers=1, workers=1, ack="durable") as made:
+        made.start_servers()
+        with pytest.raises(RoleError, match=r"nowhere to keep its journal.*--journal-dir"):
+            made.start_master().wait()
 
 
 @pytest.mark.slow

@@ -67,6 +67,8 @@ class Cluster:
             master="nowhere:1",
         )
         self.bootstraps: dict[int, Bootstrap] = {}
+        self.journals: Path | None = None
+        """Where the servers' own disks are, each with a folder of its own."""
         self.script: str | None = None
         """What servers are started with, of a launched run."""
         self.servers: list[Role] = []
@@ -100,6 +102,7 @@ class Cluster:
                 stop=role.stop,
                 leave=role.leave,
                 script=self.script,
+                journal=None if self.journals is None else self.journals / str(index),
             )
             self.bootstraps[index].run()
 
@@ -162,6 +165,11 @@ class Cluster:
         run = self.bootstraps[index].serving
         assert run is not None
         return run.told.message()
+
+    def version(self, index: int) -> int:
+        """How far a server is."""
+        made = self.bootstraps.get(index)
+        return 0 if made is None or made.serving is None else made.serving.server.shard.version
 
     def newest_checkpoint(self) -> int:
         found = (self.run_dir / "checkpoints").glob("0*")
