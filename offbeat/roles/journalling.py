@@ -175,11 +175,12 @@ class Journalling:
         self.journal.roll()
         return self.last
 
-    def cover(self, entry: int) -> None:
-        """A checkpoint makes needless what is in the snapshot that was taken at this entry."""
-        if (needed := self._needed.get(entry)) is not None:
-            self.journal.forget(needed)
+    def needed_beside(self, entry: int) -> int:
+        """A checkpoint has the snapshot that was taken at this entry: which one is the first that
+        is needed beside it, as far as this life of the server knows."""
+        needed = self._needed.get(entry, 0)
         self._needed = {at: first for at, first in self._needed.items() if at > entry}
+        return needed
 
     # -- in a later life -----------------------------------------------------------------------
 

@@ -136,7 +136,8 @@ class Sessions:
         self.act(self.ledger.on_founded)
         self._ring()
         with self._lock:
-            self._journalling.cover(entry)
+            needed = self._journalling.needed_beside(entry)
+        self._journalling.journal.forget(needed)
 
     def wait_for_disk(self, entry: int, timeout_s: float) -> bool:
         """Until the disk has what is shown; False: it does not come to that."""
@@ -455,15 +456,14 @@ class Sessions:
             ledger.is_draining,
             fastest=ledger.fastest if record.speed else 0.0,
         )
-        session.take_reply(header, withhold=self._must_withhold(record))
+        journalling = self._journalling
+        waits = journalling is not None and self._must_wait_for_disk(record, journalling)
+        session.take_reply(header, withhold=waits)
 
-    def _must_withhold(self, record: PushRecord) -> bool:
-        """Whether the reply, which is made, has to wait for the disk."""
-        if self._journalling is None:
-            return False
+    def _must_wait_for_disk(self, record: PushRecord, journalling: Journalling) -> bool:
         if record.outcome == DROPPED and not record.is_pending:
-            self._journalling.dropped(record)
-        return self.ledger.withholds(record, self._journalling.last)
+            journalling.dropped(record)
+        return self.ledger.withholds(record, journalling.last)
 
     def _release(self, record: PushRecord) -> None:
         """Unless its worker has come anew meanwhile."""

@@ -153,8 +153,8 @@ def _has_begun(segment: Segment, file: BinaryIO, mark: bytes) -> bool:
         raise JournalError(f"{segment.path} is damaged: its first {len(begun)} bytes are wrong")
     if theirs != mark:
         raise JournalError(
-            f"{segment.path} is the journal of another run, or of this one with other options: "
-            f"with other servers, another optimizer, rule or clipping"
+            f"{segment.path} is the journal of another run, or of this one with other options "
+            f"(servers, optimizer, rule, clipping): go on with those, or remove it"
         )
     return True
 

@@ -1,7 +1,10 @@
 """Runs that are done again come out as they were, to the bit; and where one does not, that is
 seen."""
 
+import dataclasses
+import itertools
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Spiced, toy_data, toy_recipe
+from helpers import Spiced, cross_entropy, toy_data, toy_recipe
 from processes import LocalRun
 from torch import nn
 
 import offbeat
 from offbeat.cli import main
 from offbeat.errors import ConfigError, RunDirError
+from offbeat.run.events import read_events
 
 LOCKED = (
     "sync",
@@ -121,6 +125,38 @@ def test_a_run_that_went_on_is_one(run_dir: Path) -> None:
     offbeat.resume(run_dir, recipe=recipe, stop_at=float("inf"))
     found = offbeat.replay(run_dir, recipe=recipe)
     assert found.is_same and found.version == 72, found.lines()
+
+
+@pytest.mark.parametrize(
+    ("discipline", "name"), [("sync", "rich"), ("apply-reply", "rich"), ("buffer:3", "plain")]
+)
+def test_what_was_had_out_of_a_journal_is_no_other_run(
+    run_dir: Path, tmp_path: Path, discipline: str, name: str
+) -> None:
+    """A picture of the folder is what a run leaves that is killed then, everybody at once."""
+    left, count = tmp_path / "left", itertools.count()
+
+    def taking_a_picture(model: nn.Module, batch: Any) -> torch.Tensor:
+        if next(count) == 70:
+            for part in ("events", "checkpoints", "journal"):
+                shutil.copytree(run_dir / part, left / part)
+            shutil.copy(run_dir / "config.json", left)
+            (left / "logs").mkdir()
+        return cross_entropy(model, batch)
+
+    options = {"discipline": discipline, "ack": "durable", "checkpoint_every": 1000}
+    given = {"engine": "inproc", "workers": 3, "threads": 1, "eval_every": 0, **options}
+    recipe = dataclasses.replace(RECIPES[name](), loss=taking_a_picture)
+    offbeat.train(recipe, run_dir=str(run_dir), quiet=True, **given)
+    result = offbeat.resume(left, recipe=recipe)
+    (kept,) = result.summary["kept"]
+    assert (kept["applied"], kept["lost"]) == (72, 0)
+    loads = [e for e in read_events(left / "events") if e.get("phase") == "load"]
+    num_again = sum(1 for e in read_events(left / "events") if e.get("again"))
+    assert [load["version"] > 0 for load in loads] == [False, False, True] and num_again > 40
+    found = offbeat.replay(left, recipe=recipe)
+    assert found.is_same and all(same for _, same in found.checkpoints), found.lines()
+    assert not (left / "journal").exists() or not list((left / "journal").glob("*/*"))
 
 
 def test_it_goes_as_far_as_one_wants(run_dir: Path, tmp_path: Path) -> None:
