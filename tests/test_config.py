@@ -222,6 +222,9 @@ def test_every_option_has_help_and_survives_json() -> None:
 # -- the command line --------------------------------------------------------------------------
 
 
+DURABLE = ("--ack", "durable")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,6 +251,15 @@ def test_every_option_has_help_and_survives_json() -> None:
         (["train", "--optimizer", "LBFGS"], "LBFGS cannot be used: it computes the loss several"),
         (["train", "--config", "missing.toml"], "cannot read the configuration file"),
         (["train", "--staleness", "-1"], "staleness"),
+        (["train", "--ack", "durably"], "did you mean 'durable'"),
+        (["train", *DURABLE, "--discipline", "lock-free"], "say --discipline reply-apply"),
+        (["train", *DURABLE, "--discipline", "allreduce"], "a server's promise, and allreduce"),
+        (["train", *DURABLE, "--engine", "ray"], "may start a server again on another node"),
+        (["train", *DURABLE, "--server-device", "cuda"], "from the CPU's memory"),
+        (
+            [*("train", *DURABLE, "--discipline", "sync", "--clip-norm", "1"), "--servers", "2"],
+            "is in none as a whole: say --servers 1",
+        ),
     ],
 )
 def test_bad_input_is_one_line_exit_code_2_and_nothing_left(

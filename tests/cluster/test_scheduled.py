@@ -187,7 +187,7 @@ def who_is_called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """By one command that is the same for all."""
     called: list[Any] = []
 
-    def serve(endpoint: Endpoint, index: int, bind: str | None) -> bool:
+    def serve(endpoint: Endpoint, index: int, **of_server: str | None) -> bool:
         called.append(("ps", index))
         return False
 

@@ -359,6 +359,8 @@ CLUSTER = ["--ps", "127.0.0.1:7000", "--worker", "a:1,a:2", "--master", "b:1"]
         ([*CLUSTER, "--role", "worker", "--keep", "2"], "--keep is for the master"),
         ([*CLUSTER, "--role", "ps", "--threads", "2"], "--threads is for the master"),
         ([*CLUSTER, "--role", "master", "--bind", "x"], "a master listens nowhere"),
+        ([*CLUSTER, "--role", "master", "--journal-dir", "x"], "a master keeps no journal"),
+        (["--journal-dir", "x"], "--journal-dir belongs to a cluster"),
         ([*CLUSTER, "--role", "master", "--workers", "7"], "the cluster has 3 workers, not 7"),
         ([*CLUSTER, "--role", "master", "--kill-worker", "1@3"], "needs the engine local"),
     ],
@@ -390,7 +392,7 @@ def test_tf_config_says_which_role_it_is(
     result = Result(tmp_path, summarised())
     monkeypatch.setattr(launched, "master", lambda *a: called.append(("master",)) or result)
     monkeypatch.setattr(launched, "work", lambda e, rank, *a: called.append(("worker", rank)))
-    monkeypatch.setattr(roles, "serve", lambda e, index, *a: called.append(("ps", index)))
+    monkeypatch.setattr(roles, "serve", lambda e, index, **a: called.append(("ps", index)))
     assert main(["launch", write(tmp_path, SCRIPT), "--their", "flags"]) == 0
     assert called == [expected]
 
