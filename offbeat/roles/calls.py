@@ -298,6 +298,8 @@ class Status:
     """What the last update was made with."""
     falls: list[int] = field(default_factory=list)
     """The versions from which on it was told to have that lower."""
+    founded: bool = True
+    """It needs not be told that there is a checkpoint: it was, or promises nothing."""
 
     def message(self) -> Message:
         sets = {key: sorted(getattr(self, key)) for key in ("finished", "present", "awaited")}

@@ -47,9 +47,11 @@ _UPDATE = struct.Struct("<dQ")
 """The learning rate, and how often it had been told to fall; then at which versions; then the
 pushes."""
 _FALL = struct.Struct("<Q")
-_PUSH = struct.Struct("<QQ")
+_PUSH = struct.Struct("<QQ?")
 Key = tuple[int, int]
 """A worker, and the sequence number of its push."""
+Used = tuple[int, int, bool]
+"""The same, and whether its gradient is in the update."""
 
 
 # -- payloads --------------------------------------------------------------------------------------
@@ -97,21 +99,21 @@ def gradient_from(entry: Entry) -> Gradient:
     return Gradient(worker=head.worker, base_version=head.base_version, ids=ids, **found)
 
 
-def _update_payload(lr: float, falls: Sequence[int], keys: Iterable[Key]) -> list[memoryview]:
-    packed = b"".join([*map(_FALL.pack, falls), *itertools.starmap(_PUSH.pack, keys)])
+def _update_payload(lr: float, falls: Sequence[int], used: Iterable[Used]) -> list[memoryview]:
+    packed = b"".join([*map(_FALL.pack, falls), *itertools.starmap(_PUSH.pack, used)])
     return [memoryview(_UPDATE.pack(lr, len(falls)) + packed)]
 
 
-def _update_from(payload: bytes) -> tuple[float, list[int], list[Key]]:
+def _update_from(payload: bytes) -> tuple[float, list[int], list[Used]]:
     lr, num_falls = _UPDATE.unpack_from(payload)
     at = _UPDATE.size + num_falls * _FALL.size
     falls = [version for (version,) in _FALL.iter_unpack(payload[_UPDATE.size : at])]
-    return lr, falls, [(worker, sequence) for worker, sequence in _PUSH.iter_unpack(payload[at:])]
+    return lr, falls, [(w, sequence, used) for w, sequence, used in _PUSH.iter_unpack(payload[at:])]
 
 
 def pushes_of(entry: Entry) -> list[Key]:
     """Which ones an update was made of."""
-    return _update_from(entry.payload)[2]
+    return [(worker, sequence) for worker, sequence, _ in _update_from(entry.payload)[2]]
 
 
 # -- while the server lives ------------------------------------------------------------------------
@@ -123,10 +125,10 @@ class Journalling:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self._open: dict[Key, int] = {}
-        """Pushes that were answered, and are in no update yet, and which entry each is."""
+        """Pushes of which nothing has become yet, and which entry each is."""
         self._needed: dict[int, int] = {}
         """By the entry at which a snapshot was taken, the first one that it does not make needless:
-        that is a push which was answered before, and went in later."""
+        that is a push which came before, and went in later."""
 
     @property
     def last(self) -> int:
@@ -147,27 +149,42 @@ class Journalling:
             is_refused=gradient is None,
         )
         number = self.journal.append(head, () if gradient is None else payload_of(gradient))
-        if record.is_pending:
-            self._open[record.worker, record.sequence] = number
+        self._open[record.worker, record.sequence] = number
 
     def updated(
-        self, pushes: Sequence[Push], version: int | None, lr: float | None, falls: Sequence[int]
+        self,
+        pushes: Sequence[Push],
+        records: Sequence[PushRecord],
+        version: int | None,
+        lr: float | None,
+        falls: Sequence[int],
     ) -> None:
-        """These made the update of this version; None: it came to none, and they are settled."""
-        keys = [(push.worker, push.sequence) for push in pushes]
+        """These pushes are settled, and those of `records` made the update of this version; None:
+        it came to none."""
         made = NO_VERSION if version is None else version
-        payload = _update_payload(0.0 if lr is None else lr, falls, keys)
+        inside = {(record.worker, record.sequence) for record in records}
+        keys = [(push.worker, push.sequence) for push in pushes]
+        payload = _update_payload(
+            0.0 if lr is None else lr, falls, ((*key, key in inside) for key in keys)
+        )
         self.journal.append(Head(UPDATE, 0, version=made), payload)
         for key in keys:
             self._open.pop(key, None)
 
+    def is_open(self, record: PushRecord) -> bool:
+        """Whether the journal does not say what became of it."""
+        return (record.worker, record.sequence) in self._open
+
     def dropped(self, record: PushRecord) -> None:
         """It is settled, and in nothing."""
-        is_open = self._open.pop((record.worker, record.sequence), None) is not None
-        if is_open or not record.is_pending:  # or an update that came to none has told of it
-            self.journal.append(
-                Head(DROP, 0, record.worker, record.incarnation, record.sequence, record.batch)
-            )
+        self.abandoned(record)
+        self.journal.append(
+            Head(DROP, 0, record.worker, record.incarnation, record.sequence, record.batch)
+        )
+
+    def abandoned(self, record: PushRecord) -> None:
+        """Nothing will become of it, as if it had not come."""
+        self._open.pop((record.worker, record.sequence), None)
 
     def snapshot(self) -> int:
         """One is taken; returns the last entry that is in it."""
@@ -199,7 +216,8 @@ class Journalling:
         for records in recovery.left_over():
             version = recovery.make(records)
             pushes = [Push(record.worker, record.sequence) for record in records]
-            self.updated(pushes, version, shard.lr, shard.falls)
+            inside = () if version is None else [r for r in records if r.outcome != REJECTED]
+            self.updated(pushes, inside, version, shard.lr, shard.falls)
         return recovery.recovered()
 
 
@@ -259,19 +277,20 @@ class Recovery:
         self.last = max(self.last, number)
 
     def _update(self, entry: Entry, *, is_in: bool) -> None:
-        lr, falls, keys = _update_from(entry.payload)
-        found = [self._pushed.pop(key, None) for key in keys]
+        lr, falls, pushes = _update_from(entry.payload)
+        found = [(self._pushed.pop((w, sequence), None), used) for w, sequence, used in pushes]
         if is_in:
             return
-        if any(each is None for each in found):
+        if any(each is None and used for each, used in found):
             raise JournalError(
                 f"entry {entry.head.number} of the journal is an update of gradients that are not "
                 f"in it"
             )
-        version, entries = entry.head.version, [each for each in found if each is not None]
+        version = entry.head.version
+        entries = [(each, used) for each, used in found if each is not None]
         known = list(self._shard.falls)
         self._shard.falls[:] = falls  # as it was told then
-        made = self._make(entries, comes_to=version != NO_VERSION)
+        made = self._make(entries)
         if len(known) > len(falls):
             self._shard.falls[:] = known
         if made is not None and (made, self._shard.lr) != (version, lr) and not self._complaint:
@@ -286,7 +305,7 @@ class Recovery:
             self._settle(record_of(entry.head), DROPPED)
 
     def open_entries(self) -> dict[Key, int]:
-        """Of those that were answered, and nothing has become of."""
+        """Of those that were answered, and nothing has become of; the others have to come again."""
         return {key: entry.head.number for key, entry in self._answered()}
 
     def _answered(self) -> Iterator[tuple[Key, Entry]]:
@@ -302,27 +321,26 @@ class Recovery:
         """One of them."""
         entries = [self._pushed.pop((record.worker, record.sequence)) for record in records]
         budget = self._ledger.budget
-        return self._make(entries, comes_to=budget is None or self._shard.version < budget)
+        has_room = budget is None or self._shard.version < budget
+        return self._make([(entry, has_room and not entry.head.is_refused) for entry in entries])
 
-    def _make(self, entries: Sequence[Entry], *, comes_to: bool) -> int | None:
-        """An update of these; returns its version. None: nobody took part, or (not `comes_to`) the
-        run had all of its updates."""
-        used = [entry for entry in entries if not entry.head.is_refused] if comes_to else []
+    def _make(self, entries: Sequence[tuple[Entry, bool]]) -> int | None:
+        """An update of those of which that is said; returns its version. None: of nobody."""
+        used = [entry for entry, is_used in entries if is_used]
         version = None
         if used:
             self._updater = self._updater or self._make_updater()
             version = self._updater.apply([gradient_from(entry) for entry in used])
             self._num_updates += 1
-        for entry in entries:
+        for entry, is_used in entries:
             record = record_of(entry.head)
-            if entry.head.is_refused:
-                self._settle(record, REJECTED)
-                continue
-            if version is not None:
+            if is_used and version is not None:
                 record.version = version
                 record.staleness = version - 1 - record.base_version
                 record.lr = self._shard.lr
-            self._settle(record, DROPPED if version is None else APPLIED)
+                self._settle(record, APPLIED)
+            else:
+                self._settle(record, REJECTED if entry.head.is_refused else DROPPED)
         return version
 
     def _settle(self, record: PushRecord, outcome: str) -> None:

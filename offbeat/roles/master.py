@@ -284,7 +284,6 @@ class Master:
             recut = checkpoint.recut(self.job.slices)
             self._last_versions = [s.version for s in recut]
             self._kept_entries = [s.entry for s in recut]
-            self._tell_covered([0 for _ in self._servers])
         if self._patience is not None:
             self._patience.begin()
         self._watch(statuses)
@@ -413,10 +412,10 @@ class Master:
             if not status.loaded:
                 waits_s = LOAD_TIMEOUT_S if self.job.config.is_durable else CALL_TIMEOUT_S
                 server.load(self._state_for(server.index), waits_s)
-                if self.job.config.is_durable and list_checkpoints(self._folder.checkpoints):
-                    server.cover(0)
                 self._wanted = None
                 status = server.status()
+            if not status.founded and list_checkpoints(self._folder.checkpoints):
+                server.cover(0)  # or whom it has answered would wait for ever
             return status
 
         return keep_trying(ask, self._connect_timeout_s, self._stop, self._clock)

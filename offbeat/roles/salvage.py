@@ -92,14 +92,17 @@ def _cut_to_rounds(
     as a whole: it is done again."""
     if not job.facts.in_rounds or len(states) == 1:
         return [_Begin(state) for state in states]
-    rounds, settled = [], []
+    rounds: list[list[tuple[int, Sequence[Key]]]] = []
+    settled: list[dict[int, int]] = []
     for index, state in enumerate(states):
-        entries = [e for e in _entries(folder, job, index, damaged) if e.head.kind == UPDATE]
-        rounds.append([(e.head.number, pushes_of(e)) for e in entries])
-        last = {worker: account.sequence for worker, account in state.accounts.items()}
-        for worker, sequence in itertools.chain(*(keys for _, keys in rounds[-1])):
-            last[worker] = max(last.get(worker, 0), sequence)
-        settled.append(last)
+        rounds.append([])
+        settled.append({worker: account.sequence for worker, account in state.accounts.items()})
+        with _told_of_damage(folder, damaged):
+            for entry in _entries(folder, job, index):
+                if entry.head.kind == UPDATE:
+                    rounds[-1].append((entry.head.number, keys := pushes_of(entry)))
+                    for worker, sequence in keys:
+                        settled[-1][worker] = max(settled[-1].get(worker, 0), sequence)
     whole = {w: min(last.get(w, 0) for last in settled) for last in settled for w in last}
     return [_Begin(*each) for each in zip(states, (_end(r, whole) for r in rounds), strict=True)]
 
@@ -114,10 +117,15 @@ def _end(rounds: Sequence[tuple[int, Sequence[Key]]], whole: Mapping[int, int]) 
     return end
 
 
-def _entries(folder: RunFolder, job: Job, index: int, damaged: Say | None) -> Iterator[Entry]:
-    """`damaged` is told of damage, which is the end then; None: that is an error."""
+def _entries(folder: RunFolder, job: Job, index: int) -> Iterator[Entry]:
+    return read_entries(folder.journal / role_name("ps", index), job.journal_mark(index))
+
+
+@contextlib.contextmanager
+def _told_of_damage(folder: RunFolder, damaged: Say | None) -> Iterator[None]:
+    """`damaged` is told of what is the end then; None: that is an error."""
     try:
-        yield from read_entries(folder.journal / role_name("ps", index), job.journal_mark(index))
+        yield
     except JournalError as error:
         if damaged is None:
             raise JournalError(
@@ -135,13 +143,12 @@ def _recover(
     ledger = Ledger(job.make_discipline(), budget=job.budget, promises=True)
     ledger.load(state.accounts)
     recovery = Recovery(shard, shard.make_updater, ledger, state)
-    for entry in _entries(folder, job, index, damaged):
-        if entry.head.number == begin.end:
-            break
-        recovery.take(entry)
-    else:
-        for records in recovery.left_over():
-            recovery.make(records)
+    entries = _entries(folder, job, index)
+    with _told_of_damage(folder, damaged):
+        for entry in itertools.takewhile(lambda each: each.head.number != begin.end, entries):
+            recovery.take(entry)
+    for records in recovery.left_over():
+        recovery.make(records)
     recovered = recovery.recovered()
     made = shard.state(ledger.copy_accounts())
     return dataclasses.replace(made, entry=recovered.last), recovered

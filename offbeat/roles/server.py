@@ -293,6 +293,7 @@ class Server:
             staleness=list(ledger.recent_staleness),
             lr=self.shard.lr,
             falls=list(self.shard.falls),
+            founded=ledger.is_founded or not ledger.promises,
         )
 
     def _newest(self, after: int) -> Answer:

@@ -408,7 +408,8 @@ class Sessions:
             record.norm = None if updater.norm is None else updater.norm.value
         self.ledger.applied(pushes, version, self._clock())
         if self._journalling is not None:
-            self._journalling.updated(pushes, version, updater.lr, self.shard.falls)
+            falls = self.shard.falls
+            self._journalling.updated(pushes, records, version, updater.lr, falls)
 
     def _gradients_of(self, records: Sequence[PushRecord]) -> list[Gradient]:
         found = [record.copy or self._sessions[record.worker].gradient for record in records]
@@ -447,6 +448,9 @@ class Sessions:
             slot.values, slot.floats, slot.ints, session.updater, session.known
         )
         slot.mark.set()
+        journalling = self._journalling
+        if journalling is not None and record.outcome == DROPPED and not record.is_settled:
+            journalling.dropped(record)
         ledger.replied(record)
         header = ReplyHeader(
             record.sequence,
@@ -456,14 +460,8 @@ class Sessions:
             ledger.is_draining,
             fastest=ledger.fastest if record.speed else 0.0,
         )
-        journalling = self._journalling
-        waits = journalling is not None and self._must_wait_for_disk(record, journalling)
+        waits = journalling is not None and ledger.withholds(record, journalling.last)
         session.take_reply(header, withhold=waits)
-
-    def _must_wait_for_disk(self, record: PushRecord, journalling: Journalling) -> bool:
-        if record.outcome == DROPPED and not record.is_pending:
-            journalling.dropped(record)
-        return self.ledger.withholds(record, journalling.last)
 
     def _release(self, record: PushRecord) -> None:
         """Unless its worker has come anew meanwhile."""
@@ -499,6 +497,9 @@ class Sessions:
         if session.awaits_reply or record.is_pending:
             session.awaits_reply = False
             self.ledger.abandon(record)
+            if self._journalling is not None and record.outcome == DROPPED:
+                with self._lock:
+                    self._journalling.abandoned(record)
         self._write_down(record)
 
     def _is_still_pending(self, record: PushRecord) -> bool:
@@ -511,8 +512,9 @@ class Sessions:
     def _close_pending(self, record: PushRecord) -> None:
         """It is known what became of it: its memory is free."""
         self._copies.give_back(record)
-        if self._journalling is not None and record.outcome == DROPPED:
-            self._journalling.dropped(record)
+        journalling = self._journalling
+        if journalling is not None and record.outcome == DROPPED and journalling.is_open(record):
+            journalling.dropped(record)
         if record.is_closed:
             self._write_down(record)
 

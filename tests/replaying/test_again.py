@@ -2,9 +2,7 @@
 seen."""
 
 import dataclasses
-import itertools
 import json
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import taking_a_picture
 from helpers import Spiced, cross_entropy, toy_data, toy_recipe
 from processes import LocalRun
 from torch import nn
@@ -134,19 +133,11 @@ def test_what_was_had_out_of_a_journal_is_no_other_run(
     run_dir: Path, tmp_path: Path, discipline: str, name: str
 ) -> None:
     """A picture of the folder is what a run leaves that is killed then, everybody at once."""
-    left, count = tmp_path / "left", itertools.count()
-
-    def taking_a_picture(model: nn.Module, batch: Any) -> torch.Tensor:
-        if next(count) == 70:
-            for part in ("events", "checkpoints", "journal"):
-                shutil.copytree(run_dir / part, left / part)
-            shutil.copy(run_dir / "config.json", left)
-            (left / "logs").mkdir()
-        return cross_entropy(model, batch)
-
+    left = tmp_path / "left"
     options = {"discipline": discipline, "ack": "durable", "checkpoint_every": 1000}
     given = {"engine": "inproc", "workers": 3, "threads": 1, "eval_every": 0, **options}
-    recipe = dataclasses.replace(RECIPES[name](), loss=taking_a_picture)
+    loss = taking_a_picture(cross_entropy, run_dir, left)
+    recipe = dataclasses.replace(RECIPES[name](), loss=loss)
     offbeat.train(recipe, run_dir=str(run_dir), quiet=True, **given)
     result = offbeat.resume(left, recipe=recipe)
     (kept,) = result.summary["kept"]

@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from disks import FailingDisk, Forgetful, SlowDisk
+from disks import FailingDisk, Forgetful, SlowDisk, taking_a_picture
+from helpers import cross_entropy, toy_recipe
 from rig import TRANSPORTS, Hand, Rig, in_threads, rig, wait_until
 
-from offbeat import AdamW, cosine, plateau
+import offbeat
+from offbeat import AdamW, Recipe, cosine, plateau
 from offbeat.errors import ConnectionClosedError, JournalError
+from offbeat.roles import master
 from offbeat.roles.journalling import gradient_from, payload_of
 from offbeat.rules import Dana, DelayCompensated, Gradient, Sum
 from offbeat.run import journal as journal_module
+from offbeat.run.events import read_events
 from offbeat.run.journal import Disk, Journal
 from offbeat.run.segments import GRADIENT, Entry, Head, list_segments
 from offbeat.shard import ShardState
@@ -279,6 +283,52 @@ def test_what_is_pending_when_a_checkpoint_is_made_goes_in_later(tmp_path: Path)
         assert sum(a.applied for a in r.server.ledger.accounts.values()) == 5
 
 
+def test_a_round_that_is_open_when_a_checkpoint_is_made_is_whole_later(tmp_path: Path) -> None:
+    with promising(tmp_path, "sync", 3, rule=Sum()) as r:
+        first, second, third = r.join_all(3)
+        first.push(1.0)
+        third.push(64.0)
+        wait_until(lambda: r.has_come(first) and r.has_come(third), "they are there")
+        third.link.close()
+        wait_until(lambda: 2 not in r.server.ledger.members, "it has left")
+        state = r.snapshot()
+        cover(r, state.entry)
+        second.push(2.0)
+        assert [first.reply().version, second.reply().version] == [1, 1]
+        between = crash(tmp_path, tmp_path / "between")
+        cover(r, (later := r.snapshot()).entry)
+        assert not list_segments(tmp_path / "journal"), "nobody waits for who has left"
+        first.push(4.0)
+        second.push(8.0)
+        first.reply(), second.reply()
+        left = crash(tmp_path, tmp_path / "left")
+    with promising(between, "sync", 3, life=1, state=state, rule=Sum()) as r:
+        assert inside(r) == 3, "what came before the snapshot is in the round"
+    with promising(left, "sync", 3, life=1, state=later, rule=Sum()) as r:
+        assert inside(r) == 15
+
+
+def test_what_came_when_all_updates_were_made_is_dropped_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ledger_options": {"budget": 1}, "rule": Sum()}
+    with promising(tmp_path, "sync", 2, **options) as r:
+        first, second = r.join_all(2)
+        first.push(1.0), second.push(2.0)
+        first.reply(), second.reply()
+        accounts = r.server.ledger.copy_accounts()
+        left = crash(tmp_path, tmp_path / "left")
+    with promising(left, "sync", 2, life=1, **options) as r:
+        assert inside(r) == 3 and r.server.ledger.copy_accounts() == accounts
+    with promising(tmp_path / "other", "buffer", 2, **options) as r:
+        first, second = r.join_all(2)
+        powers(first, 0, 1)
+        powers(second, 2)
+        assert r.shard.version == 1
+        left = crash(tmp_path / "other", tmp_path / "other-left")
+    with promising(left, "buffer", 2, life=1, **options) as r:
+        assert inside(r) == 7
+        assert sum(a.gradients for a in r.server.ledger.accounts.values()) == 3
+
+
 def test_a_life_that_dies_as_it_comes_back_leaves_enough_to_the_next(tmp_path: Path) -> None:
     options: dict[str, Any] = {"rule": Sum()}
     folder = tmp_path
@@ -469,3 +519,48 @@ def test_a_slot_is_not_copied() -> None:
     payload = payload_of(Gradient(values))
     values.fill_(1)
     assert any(bytes(part) == values.numpy().tobytes() for part in payload)
+
+
+def test_a_run_whose_journal_is_damaged_goes_on_if_one_says_so(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    left = tmp_path / "left"
+    loss = taking_a_picture(cross_entropy, run_dir, left)
+    recipe = toy_recipe(loss=loss, epochs=5)
+    given: dict[str, Any] = {"engine": "inproc", "threads": 1, "quiet": True, "servers": 2}
+    given |= {"discipline": "sync", "checkpoint_every": 1000, "eval_every": 0}
+    offbeat.train(recipe, run_dir=str(run_dir), ack="durable", **given)
+    (segment,) = list_segments(left / "journal" / "ps-1")
+    raw = bytearray(segment.path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    segment.path.write_bytes(raw)
+    with pytest.raises(
+        JournalError, match=f"{segment.path.name} is damaged.*--ack applied"
+    ) as told:
+        offbeat.resume(left, recipe=recipe)
+    assert str(told.value).count("--resume") == 1
+    result = offbeat.resume(left, recipe=recipe, ack="applied", servers=1)
+    assert result.summary["status"] == "finished" and not (left / "journal").exists()
+    loads = [e["version"] for e in read_events(left / "events") if e.get("phase") == "load"]
+    assert max(loads) > 10, "what comes before the damage is in"
+
+
+# -- a whole run -----------------------------------------------------------------------------------
+
+
+def test_a_server_that_did_not_hear_of_the_first_checkpoint_is_told_again(
+    run_dir: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or all that it has answered would wait for ever."""
+    cover, told = master.RemoteServer.cover, []
+
+    def fails_at_first(server: master.RemoteServer, entry: int) -> None:
+        told.append(entry)
+        if len(told) <= 2:
+            raise ConnectionClosedError("the connection broke")
+        cover(server, entry)
+
+    monkeypatch.setattr(master.RemoteServer, "cover", fails_at_first)
+    given: dict[str, Any] = {"engine": "inproc", "threads": 1, "quiet": True, "epochs": 1}
+    result = offbeat.train(recipe, run_dir=str(run_dir), ack="durable", **given)
+    assert result.summary["status"] == "finished" and len(told) > 2
