@@ -492,6 +492,8 @@ class Ledger:
 
     def restore(self, record: PushRecord) -> None:
         """A former life of the server settled it, so the journal says."""
+        newest = self._newest.get(record.worker, 0)
+        self._newest[record.worker] = max(record.incarnation, newest)
         self._settle(record)
 
     def regather(self, answered: Sequence[PushRecord]) -> list[list[PushRecord]]:
