@@ -550,6 +550,7 @@ def _bench(known: argparse.Namespace) -> int:
             exchange,
             gpu,
             launch,
+            long,
             network,
             norm,
             peers,
@@ -565,6 +566,7 @@ def _bench(known: argparse.Namespace) -> int:
         kinds |= {
             "engines": engines.engines,
             "start": start.start,
+            "long": long.long,
             "gpu": gpu.gpu,
             "launch": launch.bench_launch,
             "peers": peers.peers,
