@@ -6,9 +6,11 @@ number does not fit, its column becomes a wider one.
 >>> column = Seconds(); column.append(0.000181); column[0]
 """
 
+import itertools
 import math
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
 PAGE = 4096
 """Elements of a `Longest` that are there or not together."""
@@ -111,3 +113,12 @@ class Mean:
     @property
     def mean(self) -> float:
         return self.total / self.count
+
+
+def count_until(times: Iterable[float], until: Iterable[float]) -> dict[float, int]:
+    """How many of the times are not after each of those, in memory for the latter alone."""
+    ends = sorted(set(until))
+    within = [0] * (len(ends) + 1)
+    for at_s in times:
+        within[bisect_left(ends, at_s)] += 1
+    return dict(zip(ends, itertools.accumulate(within), strict=False))

@@ -9,9 +9,8 @@ import json
 import math
 import os
 from array import array
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from offbeat.accounts import DROPPED, REJECTED, Accounts, accounts_from
 from offbeat.config import discipline_options, make_config
 from offbeat.errors import ConfigError, RunDirError
-from offbeat.report.columns import Longest, Seconds, Wholes
+from offbeat.report.columns import Longest, Seconds, Wholes, count_until
 from offbeat.run.events import read_events
 from offbeat.run.stopping import Judge
 
@@ -346,8 +345,9 @@ class Record:
     def last_s(self) -> float:
         """When the last step was over, and the last update made: where a server replies before it
         applies a gradient, that is the later one."""
-        found = (*self.workers.values(), *self.shards.values())
-        return max((each.last_s for each in found), default=0.0)
+        steps_s = (worker.last_s for worker in self.workers.values())
+        updates_s = (shard.last_s for shard in self.shards.values())
+        return max(itertools.chain(steps_s, updates_s), default=0.0)
 
     @property
     def train_time_s(self) -> float:
@@ -441,17 +441,8 @@ class Record:
             at_s = min(at_s, last_s)  # a checkpoint is written, and scored, after its last update
             value = score.values[metric]
             points.append((at_s, value))
-        counts = _counts(shard.at_s, [at_s for at_s, _ in points])
+        counts = count_until(shard.at_s, [at_s for at_s, _ in points])
         return [(max(0.0, at_s - first_s), counts[at_s], value) for at_s, value in points]
-
-
-def _counts(times: Iterable[float], until: Iterable[float]) -> dict[float, int]:
-    """How many of the times are not after each of those, in memory for the latter alone."""
-    ends = sorted(set(until))
-    within = [0] * (len(ends) + 1)
-    for at_s in times:
-        within[bisect_left(ends, at_s)] += 1
-    return dict(zip(ends, itertools.accumulate(within), strict=False))
 
 
 def read_run(path: Path, name: str | None = None) -> Record:

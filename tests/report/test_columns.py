@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from offbeat.report.columns import PAGE, Longest, Mean, Seconds, Wholes
+from offbeat.report.columns import PAGE, Longest, Mean, Seconds, Wholes, count_until
 
 
 def test_whole_numbers_of_any_size_come_back() -> None:
@@ -48,3 +48,7 @@ def test_a_mean_of_many_numbers_is_that_of_all_of_them() -> None:
         mean.add(value)
     assert mean.mean == pytest.approx(math.fsum(values) / len(values), rel=1e-14)
     assert (mean.count, mean.most) == (len(values), max(values))
+
+
+def test_how_many_are_not_after_each_end() -> None:
+    assert count_until([3.0, 1.0, 2.0, 2.0, 9.0], [2.0, 0.5, 9.0, 2.0]) == {0.5: 0, 2.0: 3, 9.0: 5}
