@@ -203,9 +203,10 @@ class MasterNetwork(SocketNetwork):
         for name, lines in events.lines.items():
             if not SOURCES.fullmatch(name):
                 raise ConnectionClosedError(f"a server has events of {name!r}")
-            if name not in self._files:
-                self._files[name] = EventFile.create(self._folder.events, name)
-            self._files[name].write(lines.numpy().tobytes().decode(errors="replace"))
+            with self._writing:
+                if name not in self._files:
+                    self._files[name] = EventFile.create(self._folder.events, name)
+                self._files[name].write(lines.numpy().tobytes().decode(errors="replace"))
         for line in events.failures:
             self.failed(line)
 

@@ -28,7 +28,7 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            each server (shard); at_s
 
 Times are seconds since the run's start, on a clock that never goes back. Files that are full are
-packed (event_files.py); who reads by `read_events` or `Followed` does not notice.
+archived (event_files.py); who reads by `read_events` or `Followed` does not notice.
 """
 
 import itertools
@@ -40,8 +40,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from offbeat.run.event_files import EventFile, event_files, packed_path
-from offbeat.run.packing import parsed, unpacked
+from offbeat.run.archive import parsed, read_archive
+from offbeat.run.event_files import EventFile, archive_path, event_files
 
 READ_AT_ONCE = 1000
 """Lines."""
@@ -102,12 +102,12 @@ def read_events(folder: Path, names: str = "*") -> Iterator[dict[str, Any]]:
     """Every event in a run's events folder, or of roles whose `names` match this pattern, file by
     file, a role's in the order of time. A last
     line that was cut off is left out; another one that is no event, as a crash of the machine may
-    leave, is of kind `unreadable`, and so is what is missing of a packed file."""
+    leave, is of kind `unreadable`, and so is what is missing of an archive."""
     for path in event_files(folder, f"{names}.jsonl"):
         try:
             file = path.open(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            yield from unpacked(packed_path(path))
+            yield from read_archive(archive_path(path))
             continue
         with file:
             while lines := list(itertools.islice(file, READ_AT_ONCE)):
@@ -118,7 +118,7 @@ def read_events(folder: Path, names: str = "*") -> Iterator[dict[str, Any]]:
 
 class Followed:
     """The events that are written from now on into the files of a folder whose names are like
-    `pattern`, which are those that files have before they are packed. Used by one thread."""
+    `pattern`, which are those that files have before they are archived. Used by one thread."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
         self._folder = folder
@@ -142,7 +142,7 @@ class Followed:
 
 
 class _Place:
-    """How far a file was read, before it was packed and after that."""
+    """How far a file was read, before it was archived and after that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -151,7 +151,7 @@ class _Place:
         self._is_over = False
 
     def pass_over(self) -> None:
-        """All that is there, without looking at it: a packed file is not added to."""
+        """All that is there, without looking at it: an archive is not added to."""
         try:
             self._num_events += self._lines().count(b"\n")
         except FileNotFoundError:
@@ -164,7 +164,8 @@ class _Place:
             whole = self._lines()
         except FileNotFoundError:
             self._is_over = True
-            return list(itertools.islice(unpacked(packed_path(self._path)), self._num_events, None))
+            events = read_archive(archive_path(self._path))
+            return list(itertools.islice(events, self._num_events, None))
         lines = whole.decode(errors="replace").split("\n")[:-1]
         self._num_events += len(lines)
         return parsed(lines)

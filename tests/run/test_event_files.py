@@ -1,4 +1,4 @@
-"""Files of events that are full are packed, and nobody who reads notices."""
+"""Files of events that are full are archived, and nobody who reads notices."""
 
 import contextlib
 import itertools
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from offbeat.run import event_files
+from offbeat.run.archive import BLOCK, Archive, from_block, read_archive, to_block
 from offbeat.run.event_files import EventFile, free_path
 from offbeat.run.event_files import event_files as files_in
 from offbeat.run.events import EventLog, Followed, read_events
-from offbeat.run.packing import BLOCK, Packer, pack, unpack, unpacked
 
 FULL_BYTES = 20_000
 
@@ -79,14 +79,14 @@ def test_what_is_packed_comes_back_to_the_bit(seed: int) -> None:
         {str(i): make(chance) for i, make in enumerate(makes) if i or chance.random() < 0.9}
         for _ in range(chance.randrange(1, 40))
     ]
-    block = json.loads(json.dumps(pack(events)))
-    assert list(map(repr, unpack(block))) == list(map(repr, events))
+    block = json.loads(json.dumps(to_block(events)))
+    assert list(map(repr, from_block(block))) == list(map(repr, events))
 
 
 def test_a_push_and_a_step_take_less_than_50_bytes(tmp_path: Path) -> None:
     """With a rate that is another one every time, and a norm, whose digits are all different."""
     chance = random.Random(0)
-    packer, count = Packer(), 5 * BLOCK
+    archive, count = Archive(), 5 * BLOCK
     for number in range(count):
         at_s = number * 0.013 + chance.uniform(0, 0.002)
         push = {
@@ -97,8 +97,8 @@ def test_a_push_and_a_step_take_less_than_50_bytes(tmp_path: Path) -> None:
             **{"replied_s": round(at_s + 0.002 + chance.random() / 1e3, 6)},
             "lr": 0.1 * math.cos(number / count),
         }
-        packer.add(line(push))
-    assert len(packer.end()) / count < 25
+        archive.add(line(push))
+    assert len(archive.end()) / count < 25
 
 
 def test_files_that_are_full_are_packed_and_read_in_order(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_short_file_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_who_comes_next_begins_a_file_of_its_own(tmp_path: Path) -> None:
-    """After packed files too, and after half a line."""
+    """After archived files too, and after half a line."""
     first = EventFile.create(tmp_path, "ps-0")
     for event in made_up(150):
         first.write(line(event))
@@ -144,7 +144,7 @@ def test_lines_may_come_in_pieces(tmp_path: Path) -> None:
     assert len(files_in(tmp_path, "*")) > 1
 
 
-def test_who_follows_keeps_the_place_while_files_are_packed(tmp_path: Path) -> None:
+def test_who_follows_keeps_the_place_while_files_are_to_column(tmp_path: Path) -> None:
     chance = random.Random(1)
     log = EventLog.create(tmp_path, "ps-0")
     events = [{"kind": "push", "number": number, "pad": "x" * 50} for number in range(3000)]
@@ -187,9 +187,9 @@ def test_an_event_is_read_once_at_every_moment_of_packing(
         monkeypatch.setattr(Path, "unlink", die)
     with contextlib.suppress(RuntimeError):
         file.close()
-    packed = [path.suffix for path in tmp_path.iterdir()]
+    archived = [path.suffix for path in tmp_path.iterdir()]
     expected = {"written": {".jsonl", ".tmp"}, "renamed": {".jsonl", ".gz"}, "unlinked": {".gz"}}
-    assert set(packed) == expected[moment]
+    assert set(archived) == expected[moment]
     assert list(read_events(tmp_path)) == events
     assert list(followed.read()) == []
     assert free_path(tmp_path / "ps-0.jsonl").name == "ps-0.1.jsonl"
@@ -216,11 +216,11 @@ def test_a_file_that_is_packed_while_somebody_lists_is_not_missed(
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "not gzip", "not a block", "empty"])
 def test_what_is_missing_of_a_packed_file_is_told(tmp_path: Path, damage: str) -> None:
-    packer = Packer()
+    archive = Archive()
     for event in made_up(5 * BLOCK):
-        packer.add(line(event))
-    data = packer.end()
-    other = Packer()
+        archive.add(line(event))
+    data = archive.end()
+    other = Archive()
     damaged = {
         "cut": data[: len(data) // 2],
         "flipped": data[: len(data) // 2] + bytes(99) + data[len(data) // 2 + 99 :],
@@ -240,6 +240,6 @@ def test_what_is_missing_of_a_packed_file_is_told(tmp_path: Path, damage: str) -
 def test_a_line_that_is_no_event_is_told_once(tmp_path: Path) -> None:
     with contextlib.closing(EventFile.create(tmp_path, "ps-0")) as file:
         file.write(line({"kind": "a"}) + "?\n[1]\n" + line({"kind": "b", "x": "y" * 2000}))
-    (packed,) = tmp_path.iterdir()
-    kinds = [event["kind"] for event in unpacked(packed)]
+    (archived,) = tmp_path.iterdir()
+    kinds = [event["kind"] for event in read_archive(archived)]
     assert kinds == ["a", "unreadable", "unreadable", "b"]

@@ -1,8 +1,8 @@
-"""Events in a tenth of the room: many lines of JSON become one, with a column for each field, and
+"""Events in a twentieth of the room: many lines of JSON become one, with a column for each field, and
 gzip does the rest. What comes back is equal to the bit, in the same order.
 
-Made by event_files.py while a file of events is written, and read by events.py. A line of a packed
-file is a *block* of up to BLOCK events:
+Made by event_files.py while a file of events is written, and read by events.py. A line of an
+archive is a *block* of up to BLOCK events:
 
     {"order": ["same", 0, 2],            which of the shapes each event has
      "shapes": [[["kind", "version", "received_s"],
@@ -10,11 +10,11 @@ file is a *block* of up to BLOCK events:
 
 A column is `same`, a value and how often; `steps`, whole numbers as differences to the one before;
 `us`, seconds as whole microseconds; `gaps`, where null is, and a column of the others; or `plain`.
-Columns, and not lines, since that leaves a third of what gzip makes of the lines, in less time.
+Columns, and not lines, since that leaves less than half of what gzip makes of the lines.
 
->>> packer = Packer(); packer.add('{"kind": "run"}\\n')
->>> Path("ps-0.jsonl.gz").write_bytes(packer.end())
->>> list(unpacked(Path("ps-0.jsonl.gz")))
+>>> archive = Archive(); archive.add('{"kind": "run"}\\n')
+>>> Path("ps-0.jsonl.gz").write_bytes(archive.end())
+>>> list(read_archive(Path("ps-0.jsonl.gz")))
 """
 
 import gzip
@@ -32,7 +32,7 @@ BLOCK = 1000
 PARSED_AT_ONCE = 100
 """Lines. While json reads, no other thread of the process can do anything."""
 LEVEL = 6
-"""Of gzip: 9 saves 2% and takes three times as long, 1 needs 15% more."""
+"""Of gzip, at which it takes a third of the time that goes into an archive; 1 needs 15% more."""
 MOST_S = 1e9
 """Times above that are written as they are; below it microseconds are exact."""
 
@@ -40,7 +40,7 @@ Event = dict[str, Any]
 Column = list[Any]
 
 
-class Packer:
+class Archive:
     """Lines go in as they are written, so that the work is spread over a run; what has become of
     them is kept, a few hundred kB for each file."""
 
@@ -61,22 +61,22 @@ class Packer:
         for start in range(0, len(lines), PARSED_AT_ONCE):
             self._events += parsed(lines[start : start + PARSED_AT_ONCE])
             if len(self._events) >= BLOCK:
-                self._pack()
+                self._close_block()
 
     def end(self) -> bytes:
-        """The packed file. Nothing comes after it."""
-        self._pack()
+        """The whole file. Nothing comes after it."""
+        self._close_block()
         return b"".join((*self._made, self._gzip.flush()))
 
-    def _pack(self) -> None:
+    def _close_block(self) -> None:
         if self._events:
-            line = json.dumps(pack(self._events), separators=(",", ":")) + "\n"
+            line = json.dumps(to_block(self._events), separators=(",", ":")) + "\n"
             self._made.append(self._gzip.compress(line.encode()))
             self._events = []
 
 
-def unpacked(path: Path) -> Iterator[Event]:
-    """The events of a packed file. Where it was cut off, or is damaged, an event of kind
+def read_archive(path: Path) -> Iterator[Event]:
+    """The events of an archive. Where it was cut off, or is damaged, an event of kind
     `unreadable` stands for the rest."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         try:
@@ -84,7 +84,7 @@ def unpacked(path: Path) -> Iterator[Event]:
             if not line:
                 raise EOFError  # gzip takes no bytes at all for an empty file
             while line:
-                yield from unpack(json.loads(line))
+                yield from from_block(json.loads(line))
                 line = file.readline()
         except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError):
             yield {"kind": "unreadable"}
@@ -102,35 +102,35 @@ def parsed(lines: list[str]) -> list[Event]:
     return [e if isinstance(e, dict) and "kind" in e else unreadable for e in events]
 
 
-def pack(events: Sequence[Event]) -> dict[str, Any]:
+def to_block(events: Sequence[Event]) -> dict[str, Any]:
     """A block. Events of the same fields have their columns together."""
     numbers: dict[tuple[str, ...], int] = {}
     order = [numbers.setdefault(tuple(event), len(numbers)) for event in events]
     rows: list[list[Any]] = [[] for _ in numbers]
     for number, event in zip(order, events, strict=True):
         rows[number].append(event.values())
-    columns = ([_packed(column) for column in zip(*found, strict=True)] for found in rows)
+    columns = ([_to_column(column) for column in zip(*found, strict=True)] for found in rows)
     shapes = [[list(names), found] for names, found in zip(numbers, columns, strict=True)]
-    return {"order": _packed(order), "shapes": shapes}
+    return {"order": _to_column(order), "shapes": shapes}
 
 
-def unpack(block: dict[str, Any]) -> list[Event]:
+def from_block(block: dict[str, Any]) -> list[Event]:
     found = [_rows(names, columns) for names, columns in block["shapes"]]
     if len(found) == 1:
         return list(found[0])
-    return [next(found[number]) for number in _unpacked(block["order"])]
+    return [next(found[number]) for number in _from_column(block["order"])]
 
 
 def _rows(names: Sequence[str], columns: Iterable[Column]) -> Iterator[Event]:
-    values = zip(*map(_unpacked, columns), strict=True)
+    values = zip(*map(_from_column, columns), strict=True)
     return (dict(zip(names, row, strict=True)) for row in values)
 
 
-def _packed(column: Sequence[Any]) -> Column:
+def _to_column(column: Sequence[Any]) -> Column:
     kinds = set(map(type, column))
     if type(None) in kinds and len(kinds) > 1:
         gaps = [index for index, value in enumerate(column) if value is None]
-        return ["gaps", gaps, _packed([value for value in column if value is not None])]
+        return ["gaps", gaps, _to_column([value for value in column if value is not None])]
     if len(kinds) > 1 or kinds & {dict, list}:
         return ["plain", list(column)]
     if column.count(column[0]) == len(column) and (column[0] or kinds != {float}):
@@ -159,19 +159,19 @@ def _micros(column: Sequence[float]) -> list[int] | None:
     return micros if is_exact and not has_minus_zero else None
 
 
-def _unpacked(column: Column) -> Sequence[Any]:
+def _from_column(column: Column) -> Sequence[Any]:
     match column:
         case ["same", value, count]:
             return [value] * count
         case ["steps", steps]:
             return list(itertools.accumulate(steps))
         case ["us", inner]:
-            return [whole / 1e6 for whole in _unpacked(inner)]
+            return [whole / 1e6 for whole in _from_column(inner)]
         case ["gaps", gaps, inner]:
-            found = list(_unpacked(inner))
+            found = list(_from_column(inner))
             for index in gaps:
                 found.insert(index, None)
             return found
         case ["plain", [*values]]:
             return values
-    raise ValueError("not a packed column")
+    raise ValueError("not a column")
