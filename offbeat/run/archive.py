@@ -1,5 +1,5 @@
-"""Events in a twentieth of the room: many lines of JSON become one, with a column for each field, and
-gzip does the rest. What comes back is equal to the bit, in the same order.
+"""Events in a twentieth of the room: many lines of JSON become one, with a column for each field,
+and gzip does the rest. What comes back is equal to the bit, in the same order.
 
 Made by event_files.py while a file of events is written, and read by events.py. A line of an
 archive is a *block* of up to BLOCK events:
