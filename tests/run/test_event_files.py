@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import toy_recipe
 
+import offbeat
+from offbeat.report.summary import summarise
 from offbeat.run import event_files
 from offbeat.run.archive import BLOCK, Archive, from_block, read_archive, to_block
 from offbeat.run.event_files import EventFile, free_path
@@ -64,10 +67,15 @@ def anything(chance: random.Random) -> Any:
     )()
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_what_is_packed_comes_back_to_the_bit(seed: int) -> None:
+def test_what_is_archived_comes_back_to_the_bit() -> None:
     """Columns of one kind and of all kinds, events of one shape and of several."""
-    chance = random.Random(seed)
+    for seed in range(200):
+        events = anything_like_events(random.Random(seed))
+        block = json.loads(json.dumps(to_block(events)))
+        assert list(map(repr, from_block(block))) == list(map(repr, events)), seed
+
+
+def anything_like_events(chance: random.Random) -> list[dict[str, Any]]:
     makes = [anything] * chance.randrange(1, 4) + [
         lambda chance, only=kind: next(
             v for v in iter(lambda: anything(chance), object()) if type(v) is only
@@ -75,16 +83,14 @@ def test_what_is_packed_comes_back_to_the_bit(seed: int) -> None:
         for kind in (int, float, str, bool)
     ]
     makes += [lambda chance: chance.choice((None, 0.000001)), lambda chance: -0.0]
-    events = [
+    return [
         {str(i): make(chance) for i, make in enumerate(makes) if i or chance.random() < 0.9}
         for _ in range(chance.randrange(1, 40))
     ]
-    block = json.loads(json.dumps(to_block(events)))
-    assert list(map(repr, from_block(block))) == list(map(repr, events))
 
 
-def test_a_push_and_a_step_take_less_than_50_bytes(tmp_path: Path) -> None:
-    """With a rate that is another one every time, and a norm, whose digits are all different."""
+def test_a_push_takes_less_than_25_bytes() -> None:
+    """Also with a rate that is another one every time."""
     chance = random.Random(0)
     archive, count = Archive(), 5 * BLOCK
     for number in range(count):
@@ -243,3 +249,26 @@ def test_a_line_that_is_no_event_is_told_once(tmp_path: Path) -> None:
     (archived,) = tmp_path.iterdir()
     kinds = [event["kind"] for event in read_archive(archived)]
     assert kinds == ["a", "unreadable", "unreadable", "b"]
+
+
+def test_a_run_whose_files_are_archived_comes_to_the_same_and_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of 320 pushes of two workers, beside the same events as lines."""
+    options = {"engine": "inproc", "device": "cpu", "quiet": True, "workers": 2}
+    options |= {"discipline": "sync", "run_dir": tmp_path / "run"}
+    offbeat.train(toy_recipe(epochs=20), **options)
+    folder = tmp_path / "run" / "events"
+    names = sorted(path.name for path in folder.iterdir())
+    assert {"ps-0.jsonl.gz", "ps-0.1.jsonl.gz", "worker-1.jsonl.gz"} <= set(names)
+    replayed = offbeat.replay(tmp_path / "run", recipe=toy_recipe(epochs=20))
+    assert replayed.difference is None
+    archived, events = summarise(tmp_path / "run"), list(read_events(folder))
+    assert sum(event["kind"] == "push" for event in events) == archived["gradients"] > 100
+    for path in folder.iterdir():
+        path.unlink()
+    monkeypatch.undo()
+    with contextlib.closing(EventFile.create(folder, "all")) as file:
+        file.write("".join(map(line, events)))
+    assert [path.name for path in folder.iterdir()] == ["all.jsonl"]
+    assert summarise(tmp_path / "run") == archived
