@@ -157,8 +157,8 @@ def figures(cell: Cell, trip: Trip) -> dict[str, Any]:
     curve = [point for point in record.curve() if math.isfinite(point[-1])]
     batches, time_s = record.gradients * per_gradient, record.train_time_s
     workers = record.workers.values()
-    waited_s = sum(sum(w.exchange_s) for w in workers)
-    all_s = waited_s + sum(sum(w.compute_s) + sum(w.prepare_s) for w in workers)
+    waited_s = sum(w.exchange_s.total_s for w in workers)
+    all_s = waited_s + sum(w.compute_s.total_s + w.prepare_s.total_s for w in workers)
     staleness = record.staleness
     return {
         "metric": record.metric,

@@ -1,9 +1,10 @@
 """`offbeat bench report`: how long a report about many runs takes, and how much memory.
 
-The runs are made up, event by event as real ones leave them. Beside it: parsing the same files as
-JSON and doing nothing with them.
+The runs are made up, event by event as real ones leave them. Beside it: reading the same events and
+doing nothing with them; and how large their files are.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,20 +15,24 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from offbeat.bench.tables import Row
 from offbeat.config import make_config
 from offbeat.errors import RunError
 from offbeat.family import BUILT_IN
 from offbeat.plugins import Choice
+from offbeat.report.record import find_runs
+from offbeat.run.event_files import EventFile
+from offbeat.run.events import read_events
 
 DISCIPLINES = tuple(Choice.default(kind).label for kind in BUILT_IN.values() if kind.served)
 NUM_SCORES = 20
+WRITTEN_AT_ONCE = 1000
 
 
-def report(*, runs: int, gradients: int, rounds: int) -> list[Row]:
-    """Time `offbeat report` over so many runs of so many gradients each, on two servers."""
+def report(*, runs: int, gradients: int, servers: int, rounds: int) -> list[Row]:
+    """Time `offbeat report` over so many runs of so many gradients each."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for index in range(runs):
@@ -37,26 +42,28 @@ def report(*, runs: int, gradients: int, rounds: int) -> list[Row]:
                 folder / f"run-{index}",
                 discipline=discipline,
                 workers=(1, 2)[number % 2],
-                servers=2,
+                servers=servers,
                 seed=number // 2,
                 gradients=gradients,
             )
-        found = [(_parse(folder), *_report(folder)) for _ in range(rounds)]
-    parse_s, report_s, peak_mb = (list(column) for column in zip(*found, strict=True))
-    row: Row = {"runs": str(runs), "gradients each": f"{gradients:,}"}
+        num_bytes = sum(path.stat().st_size for path in folder.glob("*/events/*"))
+        found = [(_read(folder), *_report(folder)) for _ in range(rounds)]
+    read_s, report_s, peak_mb = (list(column) for column in zip(*found, strict=True))
+    row: Row = {"runs": str(runs), "servers": str(servers), "gradients each": f"{gradients:,}"}
+    row["events, MB"] = f"{num_bytes / 1e6:,.1f}"
+    row["bytes a gradient"] = f"{num_bytes / (runs * gradients):.1f}"
     row["report, s"] = report_s
     row["peak, MB"] = peak_mb
-    row["JSON alone, s"] = parse_s
-    row["ratio"] = [a / b for a, b in zip(report_s, parse_s, strict=True)]
+    row["reading alone, s"] = read_s
+    row["ratio"] = [a / b for a, b in zip(report_s, read_s, strict=True)]
     return [row]
 
 
-def _parse(folder: Path) -> float:
+def _read(folder: Path) -> float:
     began_s = time.perf_counter()
-    for path in folder.rglob("*.jsonl"):
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                json.loads(line)
+    for run in find_runs(folder):
+        for _ in read_events(run / "events"):
+            pass
     return time.perf_counter() - began_s
 
 
@@ -91,27 +98,57 @@ def write_run(
     events.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
     chance = random.Random(repr(sorted(options.items(), key=str)))
-    steps = list(_steps(config.workers, gradients, step_s, slow or {}, chance))
-    servers = [
-        _pushes(shard, steps, config.discipline, config.workers) for shard in range(config.servers)
-    ]
-    for shard, pushes in enumerate(servers):
-        _write(events / f"ps-{shard}.jsonl", pushes)
-    for rank in range(config.workers):
-        _write(events / f"worker-{rank}.jsonl", [s for s in steps if s["worker"] == rank])
-    end_s = max(s["start_s"] for s in steps) + 1
-    _write(
-        events / "engine.jsonl", [{"kind": "run", "phase": "end", "at_s": end_s, "status": status}]
-    )
-    last = servers[0][-1]["version"]
-    scores = []
-    for k in range(1, NUM_SCORES + 1):
-        metric = score * (1 - math.exp(-6 * k / NUM_SCORES)) + chance.gauss(0, 0.002)
-        version = max(1, last * k // NUM_SCORES)
-        scores.append(
-            {"kind": "score", "version": version, "metric": metric, "count": 1, "at_s": end_s}
-        )
-    _write(events / "evaluator.jsonl", scores)
+    delays = random.Random(0)
+    kind = make_config({"discipline": config.discipline}).chosen.kind
+    per_round = config.workers if kind.in_rounds else 1
+    end_s = 0.0
+    with contextlib.ExitStack() as stack:
+        names = [f"ps-{shard}" for shard in range(config.servers)]
+        names += [f"worker-{rank}" for rank in range(config.workers)]
+        files = {name: stack.enter_context(_Lines(events, name)) for name in names}
+        steps = _steps(config.workers, gradients, step_s, slow or {}, chance)
+        for number, step in enumerate(steps):
+            files[f"worker-{step['worker']}"].write(step)
+            end_s = max(end_s, step["start_s"] + 1)
+            version = number // per_round + 1
+            spread = (number * 7) % (2 * config.workers - 1)
+            staleness = 0 if kind.in_rounds else min(version - 1, spread)
+            for shard in range(config.servers):
+                delay_s = delays.uniform(0.0001, 0.0003)
+                files[f"ps-{shard}"].write(_push(shard, step, version, staleness, delay_s))
+    end = {"kind": "run", "phase": "end", "at_s": end_s, "status": status}
+    with _Lines(events, "engine") as file:
+        file.write(end)
+    last = (gradients - 1) // per_round + 1
+    with _Lines(events, "evaluator") as file:
+        for k in range(1, NUM_SCORES + 1):
+            metric = score * (1 - math.exp(-6 * k / NUM_SCORES)) + chance.gauss(0, 0.002)
+            scored = {"version": max(1, last * k // NUM_SCORES), "metric": metric, "count": 1}
+            file.write({"kind": "score", **scored, "at_s": end_s})
+
+
+class _Lines:
+    """A role's events, written down as a role does: many at once."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._file = EventFile.create(folder, name)
+        self._lines: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(event))
+        if len(self._lines) == WRITTEN_AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write("\n".join((*self._lines, "")))
+        self._lines = []
+
+    def __exit__(self, *error: object) -> None:
+        self._flush()
+        self._file.close()
 
 
 def _steps(
@@ -140,36 +177,23 @@ def _steps(
         ready_s[rank] += compute_s + 0.2 * step_s
 
 
-def _pushes(
-    shard: int, steps: list[dict[str, Any]], discipline: str, workers: int
-) -> list[dict[str, Any]]:
-    kind = make_config({"discipline": discipline}).chosen.kind
-    per_round = workers if kind.in_rounds else 1
-    pushes = []
-    for number, step in enumerate(steps):
-        version = number // per_round + 1
-        at_s = step["start_s"] + step["compute_s"]
-        staleness = 0 if kind.in_rounds else min(version - 1, (number * 7) % (2 * workers - 1))
-        pushes.append(
-            {
-                "kind": "push",
-                "shard": shard,
-                "worker": step["worker"],
-                "incarnation": 0,
-                "sequence": step["step"],
-                "batch": step["step"] - 1,
-                "base_version": version - 1 - staleness,
-                "outcome": "applied",
-                "version": version,
-                "staleness": staleness,
-                "mixed": False,
-                "received_s": round(at_s, 6),
-                "applied_s": round(at_s + 0.0002, 6),
-                "replied_s": round(at_s + 0.0003, 6),
-            }
-        )
-    return pushes
-
-
-def _write(path: Path, events: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+def _push(
+    shard: int, step: dict[str, Any], version: int, staleness: int, delay_s: float
+) -> dict[str, Any]:
+    at_s = step["start_s"] + step["compute_s"]
+    return {
+        "kind": "push",
+        "shard": shard,
+        "worker": step["worker"],
+        "incarnation": 0,
+        "sequence": step["step"],
+        "batch": step["step"] - 1,
+        "base_version": version - 1 - staleness,
+        "outcome": "applied",
+        "version": version,
+        "staleness": staleness,
+        "mixed": False,
+        "received_s": round(at_s, 6),
+        "applied_s": round(at_s + delay_s, 6),
+        "replied_s": round(at_s + 1.5 * delay_s, 6),
+    }

@@ -514,6 +514,12 @@ def _add_bench_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", metavar="N", type=_count, default=30, help="default: 30")
     of_each = "of each run (default: 10000)"
     parser.add_argument("--gradients", metavar="N", type=_count, default=10_000, help=of_each)
+    parser.add_argument("--servers", metavar="K", type=_count, default=2, help="default: 2")
+
+
+def _add_bench_long(parser: argparse.ArgumentParser) -> None:
+    of_run = "of a run, by two workers together (default: 1000000)"
+    parser.add_argument("--updates", metavar="N", type=_count, default=1_000_000, help=of_run)
 
 
 def _add_bench_start(parser: argparse.ArgumentParser) -> None:
@@ -632,6 +638,12 @@ BENCHMARKS: dict[str, tuple[str, str, int | None, Callable[[argparse.ArgumentPar
         "How long a report about many made-up runs takes, and how much memory.",
         3,
         _add_bench_report,
+    ),
+    "long": (
+        "very many tiny updates: does anything grow, or become slower?",
+        "Rate and memory of one long run, at its beginning and at its end.",
+        1,
+        _add_bench_long,
     ),
     "start": (
         "from the command to everybody's first gradient, forked and started anew",

@@ -8,6 +8,7 @@ does not see the run's folder has a mirror of it. When the line breaks it ends, 
 
 import dataclasses
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from offbeat.config import TrainConfig, make_config
 from offbeat.errors import ConnectionClosedError, RunDirError
 from offbeat.roles.control import Control
 from offbeat.run.addresses import Cluster, Home
+from offbeat.run.events import Followed
 from offbeat.run.rundir import RunFolder, role_name
 from offbeat.transport.security import Terms
 from offbeat.transport.sockets import call_engine
@@ -34,7 +36,9 @@ CALL_TIMEOUT_S = 30.0
 """How long the engine may take to answer the phone, and to say where everybody is."""
 SEND_EVERY_S = 0.2
 MAX_BYTES = 1 << 20
-"""Of a file, in one message."""
+"""Of a log, in one message."""
+MOST_EVENTS = 1000
+"""In one message."""
 MEETING_TIMEOUT_S = 120.0
 """How long the master's process may take to come, where workers meet without servers."""
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -281,6 +285,7 @@ class Mirror:
             self.folder.initial.write_bytes(order.initial)
         self._control = control
         self._sent: dict[Path, int] = {}
+        self._events = Followed(self.folder.events, "*.jsonl")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
@@ -296,7 +301,11 @@ class Mirror:
             self._send()
 
     def _send(self, *, at_end: bool = False) -> None:
-        for path in (*self.folder.events.glob("*.jsonl"), *self.folder.logs.glob("*.log")):
+        for name, events in self._events.read_files():
+            for start in range(0, len(events), MOST_EVENTS):
+                lines = map(json.dumps, events[start : start + MOST_EVENTS])
+                self._control.tell({"file": f"events/{name}", "text": "\n".join((*lines, ""))})
+        for path in self.folder.logs.glob("*.log"):
             while text := self._read(path, at_end=at_end):
                 name = str(path.relative_to(self.folder.path))
                 self._control.tell({"file": name, "text": text.decode(errors="replace")})

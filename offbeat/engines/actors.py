@@ -33,7 +33,7 @@ from offbeat.engines.supervisor import Member
 from offbeat.errors import RoleError
 from offbeat.roles.acceptor import Acceptor
 from offbeat.run.addresses import Cluster
-from offbeat.run.events import free_path
+from offbeat.run.event_files import EventFile
 from offbeat.run.job import Job
 from offbeat.run.progress import Display
 from offbeat.run.rundir import RunFolder
@@ -131,7 +131,7 @@ class RayEngine(SupervisedEngine):
         self._more: list[Any] = []
         """Room for further workers, which the cluster may have one day."""
         self._asked_s = 0.0
-        self._files: dict[tuple[str, int, str], Path] = {}
+        self._files: dict[tuple[str, int, str], EventFile] = {}
         self._patience = _Patience(self._say)
 
     # -- the beginning and the end -------------------------------------------------------------
@@ -343,14 +343,15 @@ class RayEngine(SupervisedEngine):
         """Of a process that does not see the folder: more of one of its files."""
         if FILE_NAME.fullmatch(name) is None:
             raise RoleError(f"{process.member.who} wants to write {name!r} into the run's folder")
-        known = process.name, process.member.generation, name
+        kind, _, file = name.partition("/")
+        if kind == "logs":
+            with (self.folder.path / name).open("a", encoding="utf-8") as found:
+                found.write(text)
+            return
+        known = process.name, process.member.generation, _stem(file)
         if known not in self._files:
-            kind, _, file = name.partition("/")
-            path = self.folder.path / name
-            is_log = kind == "logs"
-            self._files[known] = path if is_log else free_path(self.folder.events, _stem(file))
-        with self._files[known].open("a", encoding="utf-8") as found:
-            found.write(text)
+            self._files[known] = EventFile.create(self.folder.events, _stem(file))
+        self._files[known].write(text)
 
     def _write_cluster(self) -> None:
         servers = self._supervisor.find("ps")

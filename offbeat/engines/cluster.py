@@ -11,7 +11,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +25,7 @@ from offbeat.recipes.base import metric_name
 from offbeat.roles.calls import AskStatus, Configure, Events, FetchEvents, Finish, Release, is_a
 from offbeat.roles.context import Context, Progress
 from offbeat.roles.master import CALL_TIMEOUT_S, POLL_S, Patience
-from offbeat.run.events import free_path
+from offbeat.run.event_files import EventFile
 from offbeat.run.job import Job
 from offbeat.run.progress import Display, Status
 from offbeat.run.rundir import RunFolder
@@ -145,7 +144,7 @@ class MasterNetwork(SocketNetwork):
         self.failed: Callable[[str], None] = lambda line: None
         self._folder = folder
         self._clock = clock
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, EventFile] = {}
         self._writing = threading.Lock()
         """The books are not alone: who asks for norms, or for a script's state, connects too."""
         before = folder.read_json(folder.cluster) if folder.cluster.exists() else {}
@@ -204,10 +203,10 @@ class MasterNetwork(SocketNetwork):
         for name, lines in events.lines.items():
             if not SOURCES.fullmatch(name):
                 raise ConnectionClosedError(f"a server has events of {name!r}")
-            if name not in self._files:
-                self._files[name] = free_path(self._folder.events, name)
-            with self._files[name].open("ab") as file:
-                file.write(lines.numpy().tobytes())
+            with self._writing:
+                if name not in self._files:
+                    self._files[name] = EventFile.create(self._folder.events, name)
+                self._files[name].write(lines.numpy().tobytes().decode(errors="replace"))
         for line in events.failures:
             self.failed(line)
 

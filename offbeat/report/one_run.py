@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from offbeat.config import FAULT_OPTIONS
+from offbeat.report.columns import Mean
 from offbeat.report.document import (
     METRIC_LIMITS,
     Document,
@@ -125,7 +126,7 @@ def _learning(record: Record) -> Section:
     lines = []
     for rank in record.ranks:
         worker = record.workers[rank]
-        times = [start_s - first_s for start_s in worker.start_s]
+        times = (start_s - first_s for start_s in worker.start_s)
         points = binned(times, worker.losses, record.train_time_s)
         lines.append(Line(f"worker {rank}", rank, tuple((t, mean) for t, mean, _ in points)))
     if any(line.points for line in lines):
@@ -139,7 +140,8 @@ def _learning(record: Record) -> Section:
 def _rates(record: Record, marks: tuple[tuple[float, str], ...]) -> list[Plot]:
     """All servers have the same."""
     shard = next(iter(record.shards.values()), ShardRecord())
-    times = [at_s - record.first_s for at_s in shard.at_s]
+    first_s = record.first_s
+    times = (at_s - first_s for at_s in shard.at_s)
     points = [(t, mean) for t, mean, _ in binned(times, shard.rates, record.train_time_s)]
     line = Line("learning rate", 0, tuple(points))
     title = "learning rate over time"
@@ -161,27 +163,24 @@ def _curves(record: Record, metric: str, marks: tuple[tuple[float, str], ...]) -
 
 
 def binned(
-    xs: Sequence[float], ys: Sequence[float], length: float
+    xs: Iterable[float], ys: Iterable[float], length: float
 ) -> list[tuple[float, float, float]]:
     """Mean and maximum of `ys` in each stretch of 0 to `length` that has any, with its middle."""
     width = length / NUM_BINS or 1.0
-    within: dict[int, list[float]] = {}
+    within = [Mean() for _ in range(NUM_BINS)]
     for x, y in zip(xs, ys, strict=True):
-        if math.isnan(y):  # not known
-            continue
-        within.setdefault(min(NUM_BINS - 1, max(0, int(x / width))), []).append(y)
-    return [
-        ((index + 0.5) * width, math.fsum(values) / len(values), max(values))
-        for index, values in sorted(within.items())
-    ]
+        if not math.isnan(y):  # or it is not known
+            within[min(NUM_BINS - 1, max(0, int(x / width)))].add(y)
+    found = ((index, values) for index, values in enumerate(within) if values.count)
+    return [((index + 0.5) * width, values.mean, values.most) for index, values in found]
 
 
 def _staleness(record: Record) -> Section | None:
     if not record.staleness:
         return None
     first_s = record.first_s
-    times = [s - first_s for shard in record.shards.values() for s in shard.at_s]
-    values = [float(v) for shard in record.shards.values() for v in shard.staleness]
+    times = (s - first_s for shard in record.shards.values() for s in shard.at_s)
+    values = (float(v) for shard in record.shards.values() for v in shard.staleness)
     points = binned(times, values, record.train_time_s)
     over_time = LinePlot(
         "staleness over time",
@@ -247,13 +246,13 @@ def parts_of(worker: WorkerRecord, index: int) -> tuple[float, ...]:
 
 
 def shares_of(worker: WorkerRecord) -> tuple[float, ...]:
-    sums = [math.fsum(part) for part in zip(*_all_parts(worker), strict=True)]
+    waited = Mean()
+    for index in range(worker.gradients):
+        waited.add(worker.waited_s(index))
+    own_s = (worker.compute_s.total_s, worker.prepare_s.total_s)
+    sums = (*own_s, waited.total, worker.exchange_s.total_s - waited.total)
     total = math.fsum(sums) or 1.0
     return tuple(part / total for part in sums)
-
-
-def _all_parts(worker: WorkerRecord) -> list[tuple[float, ...]]:
-    return [parts_of(worker, index) for index in range(worker.gradients)]
 
 
 def _time(record: Record) -> Section | None:
@@ -334,12 +333,12 @@ def in_bytes(count: float | None) -> str:
 def _stretches(record: Record, workers: list[WorkerRecord]) -> list[Step]:
     """The run in stretches of several steps, each with its parts one after the other."""
     num_bins = max(1, min(NUM_BINS, min(worker.gradients for worker in workers) // 4))
-    width = record.train_time_s / num_bins or 1.0
+    width, first_s = record.train_time_s / num_bins or 1.0, record.first_s
     steps = []
     for row, worker in enumerate(workers):
         sums: dict[int, list[float]] = {}
         for index in range(worker.gradients):
-            at = min(num_bins - 1, int((worker.start_s[index] - record.first_s) / width))
+            at = min(num_bins - 1, int((worker.start_s[index] - first_s) / width))
             mine = sums.setdefault(at, [0.0] * 4)
             for part, part_s in enumerate(parts_of(worker, index)):
                 mine[part] += part_s

@@ -3,12 +3,12 @@
 Called by the summary and by the reports. Imports no torch, so that a report is there at once.
 """
 
+import functools
 import itertools
 import json
 import math
 import os
 from array import array
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from typing import Any
 from offbeat.accounts import DROPPED, REJECTED, Accounts, accounts_from
 from offbeat.config import discipline_options, make_config
 from offbeat.errors import ConfigError, RunDirError
+from offbeat.report.columns import Longest, Seconds, Wholes, count_until
 from offbeat.run.events import read_events
 from offbeat.run.stopping import Judge
 
@@ -32,27 +33,26 @@ def _floats() -> "array[float]":
     return array("d")
 
 
-def _wholes() -> "array[int]":
-    return array("q")
-
-
 @dataclass
 class WorkerRecord:
     """One worker's steps; the arrays have an element for each."""
 
-    steps: "array[int]" = field(default_factory=_wholes)
+    steps: Wholes = field(default_factory=Wholes)
     start_s: "array[float]" = field(default_factory=_floats)
-    compute_s: "array[float]" = field(default_factory=_floats)
-    prepare_s: "array[float]" = field(default_factory=_floats)
-    exchange_s: "array[float]" = field(default_factory=_floats)
+    compute_s: Seconds = field(default_factory=Seconds)
+    prepare_s: Seconds = field(default_factory=Seconds)
+    exchange_s: Seconds = field(default_factory=Seconds)
     losses: "array[float]" = field(default_factory=_floats)
-    local_steps: "array[int]" = field(default_factory=_wholes)
+    last_s: float = 0.0
+    """When the last of them was over."""
+    local_steps: Wholes = field(default_factory=Wholes)
     """How many of its own a step was, where workers take different numbers of them."""
     examples: int = 0
     dropped: int = 0
     rejected: int = 0
-    norms: "array[float]" = field(default_factory=_floats)
-    """Of the gradients that were to be clipped by it, before they were."""
+    num_norms: int = 0
+    """Of the gradients that were to be clipped, those whose norm is known."""
+    num_clipped: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     """Of its gradients that were applied, over all shards."""
     carried: Counter[str] = field(default_factory=Counter)
@@ -63,34 +63,42 @@ class WorkerRecord:
     """And of servers, on its behalf."""
     _last_carried: dict[str, int] = field(default_factory=dict)
     """With the step before: events tell only what is new."""
-    held_s: dict[int, float] = field(default_factory=dict)
+    held_s: Longest = field(default_factory=Longest)
     """How long a server kept the gradient of a step before it replied; the slowest one's."""
 
     @property
     def gradients(self) -> int:
         return len(self.steps)
 
-    def add(self, event: dict[str, Any]) -> None:
-        times = [float(event[part]) for part in ("start_s", *PARTS)]
+    def add(self, event: dict[str, Any], clip_norm: float | None) -> None:
+        start_s, compute_s, prepare_s, exchange_s = (
+            float(event[part]) for part in ("start_s", *PARTS)
+        )
         loss, step, examples = event["loss"], event["step"], event["examples"]
         loss = math.nan if loss is None else float(loss)  # of a script's own step it is not known
         self.steps.append(step)  # from here on nothing can be missing
         self.losses.append(loss)
-        for column, time_s in zip(
-            (self.start_s, self.compute_s, self.prepare_s, self.exchange_s), times, strict=True
-        ):
-            column.append(time_s)
+        self.start_s.append(start_s)
+        self.compute_s.append(compute_s)
+        self.prepare_s.append(prepare_s)
+        self.exchange_s.append(exchange_s)
+        self.last_s = max(self.last_s, self.end_s(-1))
         if "local_steps" in event:
             self.local_steps.append(int(event["local_steps"]))
         self.examples += examples
         self.dropped += event["outcome"] == "dropped"
         self.rejected += event["outcome"] == "rejected"
-        if event.get("norm") is not None:
-            self.norms.append(float(event["norm"]))
+        self.add_norm(event, clip_norm)
         if "up" in event:
             self._last_carried = {name: int(event[name]) for name in CARRIED}
         self.carried.update(self._last_carried)
         self.coding_s += event.get("coding_s", 0.0)
+
+    def add_norm(self, event: dict[str, Any], clip_norm: float | None) -> None:
+        """A step has it, or where the server clips a push."""
+        if clip_norm and event.get("norm") is not None:
+            self.num_norms += 1
+            self.num_clipped += float(event["norm"]) > clip_norm
 
     def bytes_per_gradient(self, way: str) -> float | None:
         """What went up, or down; None: an older run does not say."""
@@ -118,22 +126,22 @@ class WorkerRecord:
 
     def waited_s(self, index: int) -> float:
         """How much of a step's exchange its gradient lay at a server that did not reply yet."""
-        return min(self.exchange_s[index], self.held_s.get(self.steps[index], 0.0))
+        return min(self.exchange_s[index], self.held_s[self.steps[index]])
 
 
 @dataclass
 class ShardRecord:
-    """What was applied to one shard; the arrays have an element for each gradient."""
+    """What was applied to one shard; the columns have an element for each gradient."""
 
-    versions: "array[int]" = field(default_factory=_wholes)
+    versions: Wholes = field(default_factory=Wholes)
     at_s: "array[float]" = field(default_factory=_floats)
-    staleness: "array[int]" = field(default_factory=_wholes)
+    staleness: Wholes = field(default_factory=Wholes)
     rates: "array[float]" = field(default_factory=_floats)
-    """The learning rate of its update; NaN where that is not known."""
-
-    @property
-    def version(self) -> int:
-        return max(self.versions, default=0)
+    """The learning rate of its update; NaN where that is not known. All shards have the same: only
+    the one that is read first has any here."""
+    version: int = 0
+    last_s: float = 0.0
+    """When the last update was made."""
 
 
 @dataclass
@@ -221,7 +229,7 @@ class Record:
             case "push":
                 self._add_push(event)
             case "step":
-                self.workers[event["worker"]].add(event)
+                self.workers[event["worker"]].add(event, self._clip_norm)
             case "score":
                 self._add_score(event)
             case "run":
@@ -237,19 +245,27 @@ class Record:
         worker.servers_coding_s += event.get("coding_s", 0.0)
         received_s, replied_s = event["received_s"], event["replied_s"]
         if replied_s is not None:
-            held_s, sequence = worker.held_s, event["sequence"]
-            held_s[sequence] = max(held_s.get(sequence, 0.0), replied_s - received_s)
+            worker.held_s.add(event["sequence"], replied_s - received_s)
         if event["outcome"] == "applied":
-            shard = self.shards[event["shard"]]
-            applied_s = event["applied_s"]
-            shard.versions.append(event["version"])
-            shard.at_s.append(received_s if applied_s is None else applied_s)
-            shard.staleness.append(event["staleness"])
-            lr = event.get("lr")  # older runs have none
-            shard.rates.append(math.nan if lr is None else float(lr))
+            self._add_update(self.shards[event["shard"]], event)
             worker.staleness[event["staleness"]] += 1
-            if event.get("norm") is not None:
-                worker.norms.append(float(event["norm"]))
+            worker.add_norm(event, self._clip_norm)
+
+    def _add_update(self, shard: ShardRecord, event: dict[str, Any]) -> None:
+        at_s, staleness, lr = event["applied_s"], event["staleness"], event.get("lr")
+        at_s = float(event["received_s"] if at_s is None else at_s)
+        shard.versions.append(event["version"])
+        shard.version = max(shard.version, event["version"])
+        shard.at_s.append(at_s)
+        shard.last_s = max(shard.last_s, at_s)
+        shard.staleness.append(staleness)
+        if shard is next(iter(self.shards.values())):
+            shard.rates.append(math.nan if lr is None else float(lr))  # older runs have none
+
+    @functools.cached_property
+    def _clip_norm(self) -> float | None:
+        most = self.config.get("clip_norm")
+        return float(most) if most else None
 
     def _add_score(self, event: dict[str, Any]) -> None:
         """An older run has one metric alone. What a script tells it is judged by, and which way
@@ -318,9 +334,9 @@ class Record:
 
     def clipped(self) -> float | None:
         """The share of gradients whose norm was above --clip-norm; None: none was looked at."""
-        norms = [norm for worker in self.workers.values() for norm in worker.norms]
-        most = self.config.get("clip_norm")
-        return sum(norm > float(most) for norm in norms) / len(norms) if norms and most else None
+        num_norms = sum(worker.num_norms for worker in self.workers.values())
+        num_clipped = sum(worker.num_clipped for worker in self.workers.values())
+        return num_clipped / num_norms if num_norms else None
 
     @property
     def first_s(self) -> float:
@@ -331,8 +347,8 @@ class Record:
     def last_s(self) -> float:
         """When the last step was over, and the last update made: where a server replies before it
         applies a gradient, that is the later one."""
-        steps_s = (w.end_s(i) for w in self.workers.values() for i in range(w.gradients))
-        updates_s = (s for shard in self.shards.values() for s in shard.at_s)
+        steps_s = (worker.last_s for worker in self.workers.values())
+        updates_s = (shard.last_s for shard in self.shards.values())
         return max(itertools.chain(steps_s, updates_s), default=0.0)
 
     @property
@@ -412,12 +428,12 @@ class Record:
         it. `metric`: by which, where not by the one that the run is judged by."""
         metric = metric or self.metric
         shard = self.shards.get(0, ShardRecord())
-        reached = dict(zip(shard.versions, shard.at_s, strict=True))
-        times = sorted(shard.at_s)
         first_s, last_s = self.first_s, self.last_s
         points = []
         known = [s for s in self.scores if metric in s.values]
         numbers = {s.version: s for s in known if not math.isnan(s.values[metric])}
+        pairs = zip(shard.versions, shard.at_s, strict=True)
+        reached = {version: at_s for version, at_s in pairs if version in numbers}
         for score in sorted(numbers.values(), key=lambda s: s.version):
             at_s = reached.get(score.version)
             if at_s is None:  # the initial one, or its push was not written down any more
@@ -426,8 +442,9 @@ class Record:
                 at_s = score.at_s
             at_s = min(at_s, last_s)  # a checkpoint is written, and scored, after its last update
             value = score.values[metric]
-            points.append((max(0.0, at_s - first_s), bisect_right(times, at_s), value))
-        return points
+            points.append((at_s, value))
+        counts = count_until(shard.at_s, [at_s for at_s, _ in points])
+        return [(max(0.0, at_s - first_s), counts[at_s], value) for at_s, value in points]
 
 
 def read_run(path: Path, name: str | None = None) -> Record:

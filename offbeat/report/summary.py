@@ -115,7 +115,7 @@ def _worker_row(rank: int, worker: WorkerRecord) -> dict[str, Any]:
     mean = worker.mean_local_steps
     row["local_steps"] = None if mean is None else round(mean, 3)  # with H:auto, from push to push
     for name in PARTS:
-        row[name] = round(sum(getattr(worker, name)), 6)
+        row[name] = round(getattr(worker, name).total_s, 6)
     return row | _traffic_row(worker)
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as lines of JSON: one file per role under RUN/events.
+"""What happened in a run, as lines of JSON: files for each role under RUN/events.
 
 Every report is a pure function of these files. `record` may be called from any thread and never
 waits for another one or for the disk; whoever owns the log calls `flush` from time to time and
@@ -29,7 +29,8 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            fall, of a learning rate that goes by scores: at which version, by the master, and by
            each server (shard); at_s
 
-Times are seconds since the run's start, on a clock that never goes back.
+Times are seconds since the run's start, on a clock that never goes back. Files that are full are
+archived (event_files.py); who reads by `read_events` or `Followed` does not notice.
 """
 
 import itertools
@@ -40,6 +41,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+from offbeat.run.archive import parsed, read_archive
+from offbeat.run.event_files import EventFile, archive_path, event_files
 
 READ_AT_ONCE = 1000
 """Lines."""
@@ -54,17 +58,17 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """Appends events to a file, or to another sink for whole lines."""
+    """Appends events to a role's files, or to another sink for whole lines."""
 
     def __init__(self, sink: Sink | Path) -> None:
         self._pending: deque[dict[str, Any] | tuple[Callable[..., str], tuple[Any, ...]]] = deque()
-        self._sink: Sink = sink.open("w", encoding="utf-8") if isinstance(sink, Path) else sink
+        self._sink: Sink = EventFile(sink) if isinstance(sink, Path) else sink
         self._writing = threading.Lock()
         self._closed = False
 
     @classmethod
     def create(cls, folder: Path, name: str) -> "EventLog":
-        return cls(free_path(folder, name))
+        return cls(EventFile.create(folder, name))
 
     def record(self, kind: str, **fields: Any) -> None:
         self._pending.append({"kind": kind, **fields})
@@ -96,65 +100,85 @@ class EventLog:
         self._sink.close()
 
 
-def free_path(folder: Path, name: str) -> Path:
-    """NAME.jsonl, or the next free number behind the name: a process that was killed may have left
-    half a line, so whoever takes its place begins a file of its own."""
-    path = folder / f"{name}.jsonl"
-    for number in itertools.count(1):
-        if not path.exists():
-            break
-        path = folder / f"{name}.{number}.jsonl"
-    return path
-
-
 def read_events(folder: Path, names: str = "*") -> Iterator[dict[str, Any]]:
     """Every event in a run's events folder, or of roles whose `names` match this pattern, file by
     file, a role's in the order of time. A last
     line that was cut off is left out; another one that is no event, as a crash of the machine may
-    leave, is of kind `unreadable`."""
-    for path in sorted(folder.glob(f"{names}.jsonl"), key=_in_time):
-        with path.open(encoding="utf-8", errors="replace") as file:
+    leave, is of kind `unreadable`, and so is what is missing of an archive."""
+    for path in event_files(folder, f"{names}.jsonl"):
+        try:
+            file = path.open(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            yield from read_archive(archive_path(path))
+            continue
+        with file:
             while lines := list(itertools.islice(file, READ_AT_ONCE)):
                 if not lines[-1].endswith("\n"):
                     lines.pop()
-                yield from _parsed(lines)
+                yield from parsed(lines)
 
 
 class Followed:
     """The events that are written from now on into the files of a folder whose names are like
-    `pattern`. Used by one thread."""
+    `pattern`, which are those that files have before they are archived. Used by one thread."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
         self._folder = folder
         self._pattern = pattern
-        self._offsets = {path: path.stat().st_size for path in folder.glob(pattern)}
+        self._places: dict[Path, _Place] = {}
+        for path in event_files(folder, pattern):
+            place = self._places[path] = _Place(path)
+            place.pass_over()
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Those that are new, file by file; a line that is not whole yet is left for later."""
-        for path in sorted(self._folder.glob(self._pattern), key=_in_time):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole + newline)
-            yield from _parsed(whole.decode(errors="replace").splitlines()) if whole else ()
+        for _, events in self.read_files():
+            yield from events
+
+    def read_files(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """The same, with the name of each file that has any."""
+        for path in event_files(self._folder, self._pattern):
+            place = self._places.setdefault(path, _Place(path))
+            if events := place.read():
+                yield path.name, events
 
 
-def _in_time(path: Path) -> tuple[str, int]:
-    """NAME.jsonl, then what came after it: NAME.1.jsonl, NAME.2.jsonl, ..."""
-    name, _, number = path.name.removesuffix(".jsonl").partition(".")
-    return name, int(number) if number.isdecimal() else 0
+class _Place:
+    """How far a file was read, before it was archived and after that."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._num_events = 0
+        self._is_over = False
 
-def _parsed(lines: list[str]) -> list[dict[str, Any]]:
-    """Many lines at once take half as long as one by one, which is for finding a bad one."""
-    try:
-        events = json.loads(f"[{','.join(lines)}]")
-    except ValueError:
-        if len(lines) == 1:
-            return [{"kind": "unreadable"}]
-        return [event for line in lines for event in _parsed([line])]
-    unreadable = {"kind": "unreadable"}
-    return [e if isinstance(e, dict) and "kind" in e else unreadable for e in events]
+    def pass_over(self) -> None:
+        """All that is there, without looking at it: an archive is not added to."""
+        try:
+            self._num_events += self._lines().count(b"\n")
+        except FileNotFoundError:
+            self._is_over = True
+
+    def read(self) -> list[dict[str, Any]]:
+        if self._is_over:
+            return []
+        try:
+            whole = self._lines()
+        except FileNotFoundError:
+            self._is_over = True
+            events = read_archive(archive_path(self._path))
+            return list(itertools.islice(events, self._num_events, None))
+        lines = whole.decode(errors="replace").split("\n")[:-1]
+        self._num_events += len(lines)
+        return parsed(lines)
+
+    def _lines(self) -> bytes:
+        """Those that are new and whole."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole + newline)
+        return whole + newline
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from offbeat.errors import RoleError, RunDirError
 from offbeat.version import __version__
 
 MEETING = "meeting"
+ALWAYS = 1000
+"""So often the same thing stands in a log before it is left out."""
 
 
 class RunFolder:
@@ -117,6 +120,7 @@ class RunFolder:
         logger = logging.Logger(role)
         handler = logging.FileHandler(self.logs / f"{role}.log", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.addFilter(_Seldom())
         logger.addHandler(handler)
         return logger
 
@@ -161,6 +165,28 @@ def in_words(role: str) -> str:
     """worker-1 -> worker 1, ps-0 -> server 0, master -> the master."""
     kind, _, number = role.partition("-")
     return f"{'server' if kind == 'ps' else kind} {number}" if number else f"the {kind}"
+
+
+class _Seldom(logging.Filter):
+    """Lets what is said again and again through ALWAYS times, and then the 2,000th time, the
+    4,000th, ..., so that a run of any length does not fill a disk with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # texts that are put together beforehand are all different, and counted together
+        said = record.msg if record.args and isinstance(record.msg, str) else ""
+        with self._lock:
+            self._counts[said] += 1
+            times = self._counts[said]
+        if times <= ALWAYS:
+            return True
+        rounds, rest = divmod(times, ALWAYS)
+        record.msg = f"{record.msg} (said {times:,} times; most are left out)"
+        return not rest and rounds.bit_count() == 1
 
 
 def close_log(logger: logging.Logger) -> None:

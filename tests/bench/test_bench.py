@@ -210,6 +210,30 @@ def test_the_normalisations_are_timed_side_by_side(capsys: pytest.CaptureFixture
     assert lines[2].split()[-2:] == ["1.00", "(1.00..1.00)"]
 
 
+def test_a_report_is_timed_and_the_files_are_weighed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are full are packed: what is read of them is the same."""
+    assert main(["bench", "report", "--runs", "1", "--gradients", "3000", "--rounds", "1"]) == 0
+    header, row = capsys.readouterr().out.splitlines()[1:3]
+    assert header.split("  ")[0] == "runs"
+    runs, servers, gradients, num_mb, *_ = row.split()
+    assert (runs, servers, gradients) == ("1", "2", "3,000")
+    assert 0.1 < float(num_mb) < 3
+
+
+@pytest.mark.slow
+def test_a_long_run_is_weighed_at_its_beginning_and_at_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    assert main(["bench", "long", "--updates", "8000", "--json", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("8,000")
+    (row,) = json.loads(file.read_text())["rows"]
+    first, last = row["first tenth, /s"]["median"], row["last tenth, /s"]["median"]
+    assert row["last of first"]["median"] == last / first
+    for who in ("command", "evaluator 0", "master 0", "ps 0", "worker 1"):
+        assert row[f"{who}, MB at the end"]["median"] > 10
+
+
 @pytest.mark.slow
 def test_starts_are_timed_forked_and_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
