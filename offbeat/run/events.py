@@ -120,21 +120,50 @@ def read_events(folder: Path, names: str = "*") -> Iterator[dict[str, Any]]:
 
 class Followed:
     """The events that are written from now on into the files of a folder whose names are like
-    `pattern`. Used by one thread."""
+    `pattern`; `from_start`: those that are there already, too. Used by one thread."""
 
-    def __init__(self, folder: Path, pattern: str) -> None:
+    def __init__(self, folder: Path, pattern: str, *, from_start: bool = False) -> None:
         self._folder = folder
         self._pattern = pattern
-        self._offsets = {path: path.stat().st_size for path in folder.glob(pattern)}
+        found = () if from_start else folder.glob(pattern)
+        self._offsets = {path: path.stat().st_size for path in found}
+        self._reached_s: dict[Path, float] = {}
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Those that are new, file by file; a line that is not whole yet is left for later."""
         for path in sorted(self._folder.glob(self._pattern), key=_in_time):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole + newline)
-            yield from _parsed(whole.decode(errors="replace").splitlines()) if whole else ()
+            yield from self._read(path)
+
+    def read_some(self, num_bytes: int) -> list[dict[str, Any]]:
+        """About so many bytes of those that are new, out of the file that is furthest behind in
+        time: so all files come to the same moment together. Nothing, when nothing is new."""
+        behind = [path for path, count in self.unread().items() if count]
+        for path in sorted(behind, key=lambda path: (self._reached_s.get(path, -1.0), path)):
+            if events := self._read(path, num_bytes):
+                self._reached_s[path] = moment_of(events[-1]) or self._reached_s.get(path, -1.0)
+                return events
+        return []
+
+    def unread(self) -> dict[Path, int]:
+        """How many bytes of each file are new."""
+        paths = self._folder.glob(self._pattern)
+        return {path: path.stat().st_size - self._offsets.get(path, 0) for path in paths}
+
+    def _read(self, path: Path, most: int = -1) -> list[dict[str, Any]]:
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            found = file.read(most)
+            if len(found) == most and b"\n" not in found:
+                found += file.readline()
+        whole, newline, _ = found.rpartition(b"\n")
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole + newline)
+        return _parsed(whole.decode(errors="replace").splitlines()) if whole else []
+
+
+def moment_of(event: dict[str, Any]) -> float | None:
+    """When it happened, as far as it says so."""
+    at_s = next((event[k] for k in ("at_s", "received_s", "start_s") if k in event), None)
+    return float(at_s) if isinstance(at_s, int | float) else None
 
 
 def _in_time(path: Path) -> tuple[str, int]:
