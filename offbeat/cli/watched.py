@@ -33,6 +33,13 @@ FLAGS = ("token_file", "tls_cert", "tls_key")
 
 def watch(known: argparse.Namespace, terms: Terms) -> int:
     """Until somebody stops it, or the run that it is beside is over."""
+    try:
+        return _watch(known, terms)
+    except KeyboardInterrupt:  # which is how it ends
+        return 0
+
+
+def _watch(known: argparse.Namespace, terms: Terms) -> int:
     if PAGE_VARIABLE in os.environ:
         return _serve_beside(known, terms)
     source = _find_source(known.what, terms)
@@ -40,7 +47,8 @@ def watch(known: argparse.Namespace, terms: Terms) -> int:
         from offbeat.watching.text import show
 
         with contextlib.closing(source):
-            return show(source)
+            show(source)
+        return 0
     try:
         _check_at(known.at, terms)
         sock = listen(known.at)
@@ -108,6 +116,7 @@ def _serve_beside(known: argparse.Namespace, terms: Terms) -> int:
     path = Path(known.what)
     hub = Hub(path, is_run=not (path / "compare.json").exists())
     with _serve(hub, sock, terms) as server:
+        server.log.setLevel(logging.WARNING)  # what was asked for the run itself says
         sys.stdin.buffer.read()  # nothing is written to it: this is its end
         hub.catch_up()
         server.over.wait(LAST_LOOK_S)

@@ -19,8 +19,10 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            0's script, which counts nothing: higher_is_better, by their names, since nobody knew of
            them before
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
-           process), placed (on Ray: role, index, node, host, pid) and end (status, reason) by the
-           engine;
+           process), placed (role, index, host, pid, on Ray node, else began, by which a process is
+           known from another one of that number; start has these too, of the engine's own), order
+           (what somebody who looks on asked for: what, worker, factor, words; refused: why it was
+           not done) and end (status, reason) by the engine;
            checkpoint (version; shards: of each its version, and the SHA-256 of its file) and
            books (shards: version and accounts, as in the last checkpoint; see ledger.py) by the
            master; load (shard, epoch, version) by a server;

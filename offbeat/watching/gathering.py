@@ -19,6 +19,7 @@ from offbeat.accounts import accounts_from
 from offbeat.report.record import Kept
 from offbeat.watching.scores import Scores
 from offbeat.watching.series import Axis, means, rounded
+from offbeat.watching.waits import Waits
 from offbeat.watching.workers import ShardState, Step, WorkerState
 
 SIZE = 240
@@ -76,8 +77,8 @@ class Gathered:
         self._lr: float | None = None
         self._end_s = -1.0
         self._history: deque[tuple[float, int, int, dict[int, int]]] = deque()
-        self._moments: deque[list[Any]] = deque(maxlen=NUM_MOMENTS)
-        self._checkpoints: deque[list[Any]] = deque(maxlen=NUM_CHECKPOINTS)
+        self._moments: deque[tuple[float, str, str]] = deque(maxlen=NUM_MOMENTS)
+        self._checkpoints: deque[tuple[int, float]] = deque(maxlen=NUM_CHECKPOINTS)
         self._changed = {"moments": 0, "checkpoints": 0, "scores": 0}
         for rank in range(self.num_workers):
             self._worker(rank)
@@ -114,6 +115,8 @@ class Gathered:
             self.at_s = at_s
         if self._began_s is None:
             self._began_s = at_s
+            for name in self._changed:  # what was shown of them was counted from elsewhere
+                self._changed[name] = self.ticks + 1
         return at_s - self._began_s
 
     def _worker(self, rank: int) -> WorkerState:
@@ -123,7 +126,7 @@ class Gathered:
 
     def _shard(self, index: int) -> ShardState:
         if index not in self.shards:
-            self.shards[index] = ShardState(self._fine.column(adds=False))
+            self.shards[index] = ShardState(self._fine.column(adds=False), Waits(self.num_workers))
         return self.shards[index]
 
     def _add_push(self, event: Mapping[str, Any]) -> None:
@@ -219,7 +222,7 @@ class Gathered:
                 self._add_load(event)
             case "checkpoint":
                 self.scores.committed(event["version"], event["at_s"])
-                self._checkpoints.append([event["version"], rounded(event["at_s"])])
+                self._checkpoints.append((event["version"], event["at_s"]))
                 self._changed["checkpoints"] = self.ticks + 1
             case "books":
                 self._add_books(event["shards"], event["at_s"])
@@ -278,8 +281,7 @@ class Gathered:
             self._worker(event["worker"]).stopped = True
 
     def _moment(self, at_s: float, kind: str, text: str) -> None:
-        began_s = at_s if self._began_s is None else self._began_s
-        self._moments.append([rounded(max(0.0, at_s - began_s)), kind, text])
+        self._moments.append((at_s, kind, text))
         self._changed["moments"] = self.ticks + 1
 
     # -- a tick --------------------------------------------------------------------------------
@@ -541,7 +543,8 @@ class Gathered:
         ]
 
     def _view_moments(self) -> list[list[Any]]:
-        return list(self._moments)
+        began_s = self._began_s or 0.0
+        return [[rounded(max(0.0, at_s - began_s)), *more] for at_s, *more in self._moments]
 
     def _view_checkpoints(self) -> list[list[Any]]:
         began_s = self._began_s or 0.0

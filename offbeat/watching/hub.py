@@ -132,6 +132,8 @@ class Hub(Source):
     def order(self, name: str, order: Order) -> None:
         with self._changed:
             run = self._find(name)
+            if run.gathered is None:  # nobody has looked at it yet
+                run.tick()
             gathered = run.gathered
         if gathered is None or gathered.status != RUNNING or not run.folder.is_locked():
             raise ConfigError("the run is not under way: there is nobody who could do that")

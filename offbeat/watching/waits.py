@@ -3,7 +3,7 @@
 Whoever was received last before a reply is who that reply waited for: in rounds the last one of the
 round, under a bound the slowest, whose step let the others go. Used by gathering.py; pure.
 
-    waits = Waits()
+    waits = Waits(num_workers=2)
     waits.add(worker=0, received_s=1.0, replied_s=1.5)
     waits.add(worker=1, received_s=1.4, replied_s=1.5)
     waits.shares()      # {0: {1: 0.8}}: worker 0 waited for worker 1 in 0.8 of that time
@@ -12,15 +12,16 @@ round, under a bound the slowest, whose step let the others go. Used by gatherin
 from bisect import bisect_left, bisect_right
 from collections import deque
 
-NUM_PUSHES = 512
-"""The newest ones, by which it is judged."""
+OF_EACH, FEWEST, MOST = 12, 48, 512
+"""So many of the newest pushes of each worker it is judged by, as long as they are so many."""
 
 
 class Waits:
     """Of one shard."""
 
-    def __init__(self, num_pushes: int = NUM_PUSHES) -> None:
-        self._pushes: deque[tuple[float, int, float]] = deque(maxlen=num_pushes)
+    def __init__(self, num_workers: int = 1) -> None:
+        most = min(MOST, max(FEWEST, OF_EACH * num_workers))
+        self._pushes: deque[tuple[float, int, float]] = deque(maxlen=most)
 
     def add(self, worker: int, received_s: float, replied_s: float) -> None:
         self._pushes.append((received_s, worker, replied_s))

@@ -5,7 +5,7 @@ is put aside, as the servers' events are read in files of their own.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from offbeat.watching.series import Axis, Column, rounded
@@ -114,7 +114,7 @@ class ShardState:
     """One server's."""
 
     versions: Column
+    waits: Waits
     version: int = 0
     epoch: int = 0
     restarts: int = 0
-    waits: Waits = field(default_factory=Waits)

@@ -312,12 +312,12 @@ class LinePlot extends Figure {
 
   *lineShapes(line) {
     const parts = [];
-    let isOpen = false, count = 0;
+    let count = 0;
     for (const [x, y] of line.points) {
       const isThere = y !== null && (!this.isLog || y > 0);
-      if (isThere) parts.push(`${isOpen ? "L" : "M"}${this.xs.place(x)} ${this.ys.place(y)}`);
-      isOpen = isThere;
-      count += isThere;
+      if (!isThere) continue;  // the line goes on behind it
+      parts.push(`${parts.length ? "L" : "M"}${this.xs.place(x)} ${this.ys.place(y)}`);
+      count += 1;
     }
     const again = line.color >= MEASURES.colors || line.dashed;
     const color = line.color % MEASURES.colors;

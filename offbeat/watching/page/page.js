@@ -165,7 +165,7 @@ class RunPage {
   makePlots() {
     this.loss = new LinePlot("training loss", "loss");
     this.scorePlots = new Map();
-    this.lr = new LinePlot("learning rate", "learning rate");
+    this.lr = new LinePlot("learning rate", "");
     this.gradientRate = new LinePlot("gradients a second", "gradients/s");
     this.exampleRate = new LinePlot("examples a second", "examples/s");
     this.refused = new LinePlot("gradients that did not go in", "gradients");
@@ -179,8 +179,8 @@ class RunPage {
     this.workers = new Table([]);
     this.waits = new Table(["", "waits most for", "of the time"], "who waits for whom, just now");
     this.servers = new Table(["", "version", "behind the furthest", "restarts"]);
-    this.roles = new Table(["", "host", "memory", "most", "processors", "", "last line of its log"]);
-    this.checkpoints = new Table(["version", "at, s of training", ""]);
+    this.roles = new Table(["", "host", "memory", "most", "processors", "", "last line of its log"], "", "worded");
+    this.checkpoints = new Table(["version", "at, s of training", ""], "", "worded");
     this.log = make("pre", { hidden: true, tabindex: 0 });
     this.config = make("details", {}, make("summary", { text: "The configuration" }));
     this.numbers = [
@@ -201,12 +201,12 @@ class RunPage {
     return [
       this.progress, this.tiles, this.orders,
       learning,
+      section("What happened", "happened", this.moments),
       section("What the workers do", "work", plots(this.now, this.overall), this.workers.element,
         this.waits.element, ofWork.element),
       section("How stale", "stale", plots(this.staleness, this.staleOfEach), ofStaleness.element),
       section("How quick", "speed", plots(this.gradientRate, this.exampleRate, this.refused),
         ofSpeed.element),
-      section("What happened", "happened", this.moments),
       section("Servers", "servers", plots(this.versions, this.apart), this.servers.element,
         ofShards.element),
       section("Processes and logs", "processes", this.roles.element, this.log),
@@ -247,6 +247,7 @@ class RunPage {
   }
 
   describe(about) {
+    this.about = about;
     const servers = about.served ? counted(about.servers, "server") : "no server";
     const title = `${about.recipe}: ${about.variant}, ${counted(about.workers, "worker")}, ${servers}`;
     byId("title").textContent = title;
@@ -452,11 +453,16 @@ class RunPage {
 
   updateRoles() {
     this.roles.set(this.run.roles.map(([name, host, memory, most, processors]) => [
-      name, roleWords(name), host || "not known",
-      memory === null ? "not known" : bytes(memory), most ? bytes(most) : "-",
+      name, roleWords(name), host || this.whereabouts(name),
+      memory === null ? "-" : bytes(memory), most ? bytes(most) : "-",
       processors === null ? "-" : processors.toFixed(2),
       this.logButton(name), this.lastLine(name),
     ]));
+  }
+
+  whereabouts(name) {
+    if (this.about.engine === "inproc") return "in the command";
+    return /^(master|evaluator|ps-|worker-)/.test(name) ? "not known" : "-";
   }
 
   logButton(name) {

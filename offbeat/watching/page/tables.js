@@ -26,11 +26,11 @@ function counted(number, what) {
 // A table whose cells change in place, so that nothing in it loses the focus. A cell is text, or an
 // element, which stays once it is there; `key` tells rows apart.
 class Table {
-  constructor(header, caption = "") {
+  constructor(header, caption = "", kind = "") {
     this.body = make("tbody");
     this.head = make("tr");
     this.rows = new Map();
-    this.table = make("table", {}, ...(caption ? [make("caption", { text: caption })] : []),
+    this.table = make("table", { class: kind }, ...(caption ? [make("caption", { text: caption })] : []),
       make("thead", {}, this.head), this.body);
     this.element = make("div", { class: "wide", tabindex: 0 }, this.table);
     this.setHeader(header);
