@@ -115,6 +115,8 @@ class Hub(Source):
 
     def _stream_all(self, is_over: Callable[[], bool]) -> Iterator[str]:
         shown, beat_s = "", 0.0
+        with self._changed:
+            self._overview.look(self._live_runs)
         while not (self._over.is_set() or is_over()):
             with self._changed:
                 self._overview_wanted_s = time.monotonic()
