@@ -69,15 +69,16 @@ class FollowedRun:
         elif now_s > self._heard_s + SILENT_S:
             self._look_for_life(self.gathered)
         is_live = not self.gathered.is_over
+        is_new = has_news or before != (self.gathered.status, self.share_read)
         if is_live:
             self.gathered.tick(self.gathered.at_s + now_s - self._heard_s)
-        elif has_news or self._is_unsettled:
+        elif is_new or self._is_unsettled:
             self.gathered.tick()
-        self._is_unsettled = has_news
+        self._is_unsettled = is_new
         if now_s > self._looked_s + LOOK_EVERY_S:
             self._looked_s = now_s
             self._look_around(self.gathered)
-        return is_live or has_news or before != (self.gathered.status, self.share_read)
+        return is_live or is_new
 
     _is_unsettled = False
     """Steps of the last tick wait for what servers say of them."""

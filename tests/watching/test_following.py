@@ -119,7 +119,10 @@ def test_a_killed_run_says_so_and_one_that_goes_on_again(
     run = FollowedRun(run_dir)
     with folder.locked():
         assert read_all(run)["status"]["status"] == "running", "somebody holds the folder"
-    status = read_all(run)["status"]
+    shown = run.view(0)["tick"]
+    assert run.tick()
+    status = run.view(shown)["status"]
+    assert run.view(0)["tick"] > shown, "whoever looks on is told"
     assert status["status"] == "killed" and "is gone" in status["reason"]
     with folder.locked():
         write(folder, "engine.1", phase("start", 9.0))
