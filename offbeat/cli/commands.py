@@ -35,7 +35,7 @@ from typing import Any
 
 from offbeat.cli.flags import flag, make_parser, unknown
 from offbeat.cli.signals import Echoes
-from offbeat.cli.watched import callbacks_of, page_beside, watch
+from offbeat.cli.watched import callbacks_of, look_on, page_beside
 from offbeat.cluster.hosts import Hosts, Task, find_hosts
 from offbeat.cluster.scheduled import find_scheduled
 from offbeat.comparison import grid
@@ -292,7 +292,7 @@ def _compare(known: argparse.Namespace) -> int:
 
 def _watch(known: argparse.Namespace) -> int:
     with signals_as_ctrl_c():
-        return watch(known, _terms(known))
+        return look_on(known, _terms(known))
 
 
 def _is_watched(known: argparse.Namespace) -> bool:
@@ -594,6 +594,7 @@ def _bench(known: argparse.Namespace) -> int:
             start,
             tables,
             train,
+            watch,
         )
 
         kinds: dict[str, Callable[..., Any]]
@@ -605,6 +606,7 @@ def _bench(known: argparse.Namespace) -> int:
             "gpu": gpu.gpu,
             "launch": launch.bench_launch,
             "peers": peers.peers,
+            "watch": watch.watch,
         }
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}

@@ -514,6 +514,15 @@ def _add_bench_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradients", metavar="N", type=_count, default=10_000, help=of_each)
 
 
+def _add_bench_watch(parser: argparse.ArgumentParser) -> None:
+    _add_bench_job(parser)
+    _add_list(parser, "disciplines", str, ("apply-reply",))
+    looking = "how many look on (default: 3)"
+    parser.add_argument("--watchers", metavar="N", type=_count, default=3, help=looking)
+    seconds = "how long each one trains in a round (default: 6)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
+
+
 def _add_bench_start(parser: argparse.ArgumentParser) -> None:
     _add_list(parser, "workers", _count, ("2", "8"))
 
@@ -622,6 +631,12 @@ BENCHMARKS: dict[str, tuple[str, str, int | None, Callable[[argparse.ArgumentPar
         "How long a run takes to start, and a worker that died to be replaced.",
         5,
         _add_bench_start,
+    ),
+    "watch": (
+        "gradients per second of a run that people look at, beside the same run alone",
+        "What it costs a run that people look at the page of offbeat watch, on made-up data.",
+        10,
+        _add_bench_watch,
     ),
     "links": (
         "training over slow networks, and what helps, beside training over loopback",

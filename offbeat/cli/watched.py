@@ -31,7 +31,7 @@ FLAGS = ("token_file", "tls_cert", "tls_key")
 """Of those that a page beside a run is served by; whom the run believes is not its affair."""
 
 
-def watch(known: argparse.Namespace, terms: Terms) -> int:
+def look_on(known: argparse.Namespace, terms: Terms) -> int:
     """Until somebody stops it, or the run that it is beside is over."""
     try:
         return _watch(known, terms)

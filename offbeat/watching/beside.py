@@ -54,6 +54,10 @@ class Beside:
         )
         self._socket.close()
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
     def close(self) -> None:
         """The run is over: the page shows that, and its server ends."""
         self._socket.close()

@@ -17,6 +17,7 @@ from offbeat.run.events import Followed
 from offbeat.run.rundir import RunFolder
 from offbeat.watching.gathering import KILLED, RUNNING, STARTING, Gathered
 from offbeat.watching.series import rounded
+from offbeat.watching.summary import view
 from offbeat.watching.usage import Usage, Use
 
 CHUNK_BYTES = 1 << 18
@@ -72,16 +73,13 @@ class FollowedRun:
         is_new = has_news or before != (self.gathered.status, self.share_read)
         if is_live:
             self.gathered.tick(self.gathered.at_s + now_s - self._heard_s)
-        elif is_new or self._is_unsettled:
+        elif is_new:
             self.gathered.tick()
-        self._is_unsettled = is_new
+            self.gathered.tick()  # nothing more is said of the steps that it put aside
         if now_s > self._looked_s + LOOK_EVERY_S:
             self._looked_s = now_s
             self._look_around(self.gathered)
         return is_live or is_new
-
-    _is_unsettled = False
-    """Steps of the last tick wait for what servers say of them."""
 
     def _describe(self) -> bool:
         """Read config.json, which is there a moment after the folder."""
@@ -144,7 +142,7 @@ class FollowedRun:
     def view(self, since: int) -> dict[str, Any]:
         if self.gathered is None or self.described is None:
             return {"tick": 0, "since": 0, "hint": "the run's folder is being made"}
-        found = self.gathered.view(since)
+        found = view(self.gathered, since)
         found["read"] = rounded(self.share_read)
         found["roles"] = self._view_roles(since)
         if not since:

@@ -1,13 +1,13 @@
-"""Events in, a summary out: what is shown of a run while it goes on.
+"""What is gathered of a run's events while it goes on, for those who look at it.
 
-Pure: whoever has the events (following.py, or a test) adds them one by one, says when a tick is
-over, and asks what has changed since an earlier one. Its memory does not grow with the run.
+Pure: whoever has the events (following.py, or a test) adds them one by one, and says when a tick is
+over; summary.py has what has changed since an earlier one. Its memory does not grow with the run.
 
     gathered = Gathered(described)
     for event in events:
         gathered.add(event)
     gathered.tick()
-    gathered.view(since=0)      # JSON: everything; of a later tick only what is new
+    gathered.gradients, gathered.rates()
 """
 
 import math
@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat.accounts import accounts_from
+from offbeat.config import make_config
 from offbeat.report.record import Kept
 from offbeat.watching.scores import Scores
-from offbeat.watching.series import Axis, means, rounded
+from offbeat.watching.series import Axis
 from offbeat.watching.waits import Waits
 from offbeat.watching.workers import ShardState, Step, WorkerState
 
@@ -36,7 +37,6 @@ RATE_S = 5.0
 NUM_MOMENTS = 120
 NUM_CHECKPOINTS = 20
 RUNNING, STARTING, KILLED = "running", "starting", "killed"
-Columns = dict[str, list[Any]]
 
 
 class Gathered:
@@ -60,28 +60,30 @@ class Gathered:
         self._config, self._job = config, job
         self._resolved = described.get("resolved") or {}
         self._in_rounds = bool(job.get("in_rounds"))
-        self._began_s: float | None = None
-        self._fine = Axis(SIZE)
-        self._coarse = Axis(_size_for(self.num_workers))
-        self._columns = {
-            name: self._fine.column()
+        self.began_s: float | None = None
+        self.fine = Axis(SIZE)
+        self.coarse = Axis(_size_for(self.num_workers))
+        self.columns = {
+            name: self.fine.column()
             for name in (
                 *("gradients", "examples", "dropped", "rejected"),
                 *("losses", "num_losses", "stale", "num_stale", "rates", "num_rates"),
             )
         }
-        self._most_stale = self._fine.column(adds=False)
+        self.most_stale = self.fine.column(adds=False)
         self._num_recent = max(3, min(MAX_RECENT, NUM_RECENT // max(1, self.num_workers)))
         self.workers: dict[int, WorkerState] = {}
         self.shards: dict[int, ShardState] = {}
-        self._lr: float | None = None
+        self.lr: float | None = None
         self._end_s = -1.0
-        self._history: deque[tuple[float, int, int, dict[int, int]]] = deque()
-        self._moments: deque[tuple[float, str, str]] = deque(maxlen=NUM_MOMENTS)
-        self._checkpoints: deque[tuple[int, float]] = deque(maxlen=NUM_CHECKPOINTS)
-        self._changed = {"moments": 0, "checkpoints": 0, "scores": 0}
+        self.history: deque[tuple[float, int, int, dict[int, int]]] = deque()
+        self.moments: deque[tuple[float, str, str]] = deque(maxlen=NUM_MOMENTS)
+        self.checkpoints: deque[tuple[int, float]] = deque(maxlen=NUM_CHECKPOINTS)
+        self.changed = {"moments": 0, "checkpoints": 0, "scores": 0}
         for rank in range(self.num_workers):
             self._worker(rank)
+        for rank, times in _slowdowns(config).items():
+            self._worker(rank).slowdown = times
 
     # -- events in -----------------------------------------------------------------------------
 
@@ -113,20 +115,20 @@ class Gathered:
         """Seconds of training."""
         if at_s > self.at_s:
             self.at_s = at_s
-        if self._began_s is None:
-            self._began_s = at_s
-            for name in self._changed:  # what was shown of them was counted from elsewhere
-                self._changed[name] = self.ticks + 1
-        return at_s - self._began_s
+        if self.began_s is None:
+            self.began_s = at_s
+            for name in self.changed:  # what was shown of them was counted from elsewhere
+                self.changed[name] = self.ticks + 1
+        return at_s - self.began_s
 
     def _worker(self, rank: int) -> WorkerState:
         if rank not in self.workers:
-            self.workers[rank] = WorkerState(rank, self._coarse, self._num_recent)
+            self.workers[rank] = WorkerState(rank, self.coarse, self._num_recent)
         return self.workers[rank]
 
     def _shard(self, index: int) -> ShardState:
         if index not in self.shards:
-            self.shards[index] = ShardState(self._fine.column(adds=False), Waits(self.num_workers))
+            self.shards[index] = ShardState(self.fine.column(adds=False), Waits(self.num_workers))
         return self.shards[index]
 
     def _add_push(self, event: Mapping[str, Any]) -> None:
@@ -142,21 +144,21 @@ class Gathered:
         if event["outcome"] != "applied":
             return
         version, staleness = event["version"], event["staleness"]
-        fine, coarse = self._fine.index(at_s), self._coarse.index(at_s)
+        fine, coarse = self.fine.index(at_s), self.coarse.index(at_s)
         shard.version = version
         values = shard.versions.values
         values[fine] = max(values[fine], version)
-        self._columns["stale"].values[fine] += staleness
-        self._columns["num_stale"].values[fine] += 1
-        most = self._most_stale.values
+        self.columns["stale"].values[fine] += staleness
+        self.columns["num_stale"].values[fine] += 1
+        most = self.most_stale.values
         most[fine] = max(most[fine], staleness)
         worker.stale.values[coarse] += staleness
         worker.num_stale.values[coarse] += 1
         worker.staleness.append(staleness)
         if (lr := event.get("lr")) is not None:
-            self._lr = lr
-            self._columns["rates"].values[fine] += lr
-            self._columns["num_rates"].values[fine] += 1
+            self.lr = lr
+            self.columns["rates"].values[fine] += lr
+            self.columns["num_rates"].values[fine] += 1
 
     def _see_incarnation(self, worker: WorkerState, incarnation: int, at_s: float) -> None:
         """Where nobody starts workers again, this is how it shows that one was."""
@@ -172,12 +174,12 @@ class Gathered:
         step = Step(event["step"], start_s, *times[1:])
         worker.stepped(dict(event), step)
         worker.put_aside(step, self.ticks)
-        assert self._began_s is not None
-        self.at_s = max(self.at_s, step.end_s + self._began_s)
+        assert self.began_s is not None
+        self.at_s = max(self.at_s, step.end_s + self.began_s)
         self.gradients += 1
         self.examples += event["examples"]
-        fine, coarse = self._fine.index(step.end_s), self._coarse.index(step.end_s)
-        columns = self._columns
+        fine, coarse = self.fine.index(step.end_s), self.coarse.index(step.end_s)
+        columns = self.columns
         columns["gradients"].values[fine] += 1
         columns["examples"].values[fine] += event["examples"]
         if (outcome := event["outcome"]) in worker.outcomes:
@@ -192,7 +194,7 @@ class Gathered:
 
     def _add_score(self, event: Mapping[str, Any]) -> None:
         self.scores.add(event)
-        self._changed["scores"] = self.ticks + 1
+        self.changed["scores"] = self.ticks + 1
 
     def _add_rejoin(self, event: Mapping[str, Any]) -> None:
         what = "again" if event["epoch"] == event["former_epoch"] else "after its restart"
@@ -222,8 +224,8 @@ class Gathered:
                 self._add_load(event)
             case "checkpoint":
                 self.scores.committed(event["version"], event["at_s"])
-                self._checkpoints.append((event["version"], event["at_s"]))
-                self._changed["checkpoints"] = self.ticks + 1
+                self.checkpoints.append((event["version"], event["at_s"]))
+                self.changed["checkpoints"] = self.ticks + 1
             case "books":
                 self._add_books(event["shards"], event["at_s"])
             case "fall" if "version" in event and "shard" not in event:
@@ -281,8 +283,8 @@ class Gathered:
             self._worker(event["worker"]).stopped = True
 
     def _moment(self, at_s: float, kind: str, text: str) -> None:
-        self._moments.append((at_s, kind, text))
-        self._changed["moments"] = self.ticks + 1
+        self.moments.append((at_s, kind, text))
+        self.changed["moments"] = self.ticks + 1
 
     # -- a tick --------------------------------------------------------------------------------
 
@@ -292,11 +294,11 @@ class Gathered:
         for worker in self.workers.values():
             worker.settle(self.ticks)
         self.ticks += 1
-        self._fine.tick(self.ticks)
-        self._coarse.tick(self.ticks)
+        self.fine.tick(self.ticks)
+        self.coarse.tick(self.ticks)
         now_s = self.at_s if now_s is None else max(now_s, self.at_s)
         counts = {rank: worker.num_steps for rank, worker in self.workers.items()}
-        history = self._history
+        history = self.history
         history.append((now_s, self.gradients, self.examples, counts))
         while len(history) > 2 and history[1][0] <= now_s - RATE_S:
             history.popleft()
@@ -304,10 +306,10 @@ class Gathered:
 
     def rates(self) -> tuple[float, float, dict[int, float]]:
         """Gradients and examples a second lately, and the gradients of each worker."""
-        if not self._history or self.is_over:
+        if not self.history or self.is_over:
             return self._mean_rates()
-        then_s, gradients, examples, counts = self._history[0]
-        now_s = self._history[-1][0]
+        then_s, gradients, examples, counts = self.history[0]
+        now_s = self.history[-1][0]
         time_s = now_s - then_s
         if time_s <= 0:
             return self._mean_rates()
@@ -384,180 +386,12 @@ class Gathered:
     def version(self) -> int:
         return max((shard.version for shard in self.shards.values()), default=0)
 
-    # -- a summary out -------------------------------------------------------------------------
 
-    def view(self, since: int) -> dict[str, Any]:
-        """What somebody does not have who was shown the tick `since`; 0: nothing yet."""
-        found: dict[str, Any] = {
-            "tick": self.ticks,
-            "since": since,
-            "status": self.figures(),
-            "fine": self._view_fine(self._fine.changed_since(since)),
-            "coarse": self._view_coarse(self._coarse.changed_since(since)),
-            "workers": self._view_workers(),
-            "servers": [[k, s.version, s.restarts] for k, s in sorted(self.shards.items())],
-            "waits": self._view_waits(),
-            "recent": self._view_recent(),
-        }
-        for name, changed in self._changed.items():
-            if changed > since or not since:
-                found[name] = getattr(self, f"_view_{name}")()
-        return found
-
-    def figures(self) -> dict[str, Any]:
-        gradients_per_s, examples_per_s, of_each = self.rates()
-        losses = [w.loss for w in self.workers.values() if w.loss is not None]
-        stale = [m for w in self.workers.values() if (m := w.mean_staleness()) is not None]
-        return {
-            "status": self.status,
-            "reason": self.reason,
-            "trained_s": rounded(self.trained_s),
-            "progress": _maybe(self.progress()),
-            "left_s": _maybe(self.left_s(of_each)),
-            "gradients": self.gradients,
-            "examples": self.examples,
-            "version": self.version,
-            "gradients_per_s": rounded(gradients_per_s),
-            "examples_per_s": rounded(examples_per_s),
-            "loss": _maybe(sum(losses) / len(losses) if losses else None),
-            "staleness": _maybe(sum(stale) / len(stale) if stale else None),
-            "lr": _maybe(self._lr),
-            "score": self.scores.latest(),
-            "dropped": sum(w.outcomes["dropped"] for w in self.workers.values()),
-            "rejected": sum(w.outcomes["rejected"] for w in self.workers.values()),
-            "lost": self.lost,
-            "mixed": self.mixed,
-            "restarts": sum(w.restarts for w in self.workers.values())
-            + sum(s.restarts for s in self.shards.values()),
-            "up": sum(w.carried["up"] for w in self.workers.values()),
-            "down": sum(w.carried["down"] for w in self.workers.values()),
-            "unreadable": self.unreadable,
-        }
-
-    def _view_fine(self, start: int) -> dict[str, Any]:
-        end, c = self._fine.length, self._columns
-        plain = {
-            name: [rounded(v) for v in c[name].values[start:end]]
-            for name in ("gradients", "examples", "dropped", "rejected")
-        }
-        averaged = {
-            "loss": means(c["losses"], c["num_losses"], start, end),
-            "staleness": means(c["stale"], c["num_stale"], start, end),
-            "lr": means(c["rates"], c["num_rates"], start, end),
-        }
-        most = [rounded(v) for v in self._most_stale.values[start:end]]
-        versions = {
-            str(k): [int(v) or None for v in shard.versions.values[start:end]]
-            for k, shard in sorted(self.shards.items())
-        }
-        return {
-            "width_s": self._fine.width_s,
-            "from": min(start, end),
-            **plain,
-            **averaged,
-            "most": most,
-            "versions": versions,
-        }
-
-    def _view_coarse(self, start: int) -> dict[str, Any]:
-        end, workers = self._coarse.length, sorted(self.workers.items())
-        parts = {}
-        for rank, worker in workers:
-            columns = [column.values[start:end] for column in worker.parts]
-            parts[str(rank)] = [_shares(each) for each in zip(*columns, strict=True)]
-        return {
-            "width_s": self._coarse.width_s,
-            "from": min(start, end),
-            "loss": {str(r): means(w.losses, w.num_losses, start, end) for r, w in workers},
-            "staleness": {str(r): means(w.stale, w.num_stale, start, end) for r, w in workers},
-            "parts": parts,
-        }
-
-    def _view_workers(self) -> list[list[Any]]:
-        """WORKER_FIELDS of each."""
-        _, _, of_each = self.rates()
-        return [
-            [
-                rank,
-                self._state_of(worker),
-                worker.num_steps,
-                self.expected_steps(rank),
-                rounded(of_each.get(rank, 0.0)),
-                _maybe(worker.loss),
-                worker.mean_staleness(),
-                worker.outcomes["dropped"],
-                worker.outcomes["rejected"],
-                worker.restarts,
-                worker.carried["up"],
-                worker.carried["down"],
-                worker.slowdown,
-            ]
-            for rank, worker in sorted(self.workers.items())
-        ]
-
-    def _state_of(self, worker: WorkerState) -> str:
-        if self.is_over:
-            return "stopped" if worker.stopped else "left"
-        if worker.away_since_s is not None:
-            return worker.why_away
-        if worker.stopped:
-            return "stopped"
-        expected = self.expected_steps(worker.rank)
-        if expected is not None and worker.number >= expected:
-            return "through"
-        if not worker.num_steps:
-            return "starting"
-        now_s = self._history[-1][0] if self._history else self.at_s
-        silent_s = now_s - (self._began_s or 0.0) - worker.last_s
-        return "at work" if silent_s < RATE_S else "no step lately"
-
-    def _view_waits(self) -> list[list[Any]]:
-        """For each worker that waits for others: whom most, and which share of the time."""
-        found: dict[int, dict[int, float]] = {}
-        for shard in self.shards.values():
-            for rank, whom in shard.waits.shares().items():
-                mine = found.setdefault(rank, {})
-                for other, share in whom.items():
-                    mine[other] = max(mine.get(other, 0.0), share)
-        return [
-            [rank, other, rounded(share)]
-            for rank, whom in sorted(found.items())
-            for other, share in [max(whom.items(), key=lambda item: item[1])]
-            if share >= 0.001
-        ]
-
-    def _view_recent(self) -> list[list[Any]]:
-        """The newest steps: rank, number, when it began, and its parts, in ms."""
-        recent = [(r, s) for r, w in sorted(self.workers.items()) for s in w.recent]
-        if not recent:
-            return []
-        spans = [
-            w.recent[-1].end_s - w.recent[0].start_s for w in self.workers.values() if w.recent
-        ]
-        end_s = max(step.end_s for _, step in recent)
-        since_s = end_s - max(min(spans), max(s.end_s - s.start_s for _, s in recent))
-        return [
-            [rank, s.number, round(s.start_s, 4), *(round(1000 * p, 2) for p in s.parts_s)]
-            for rank, s in recent
-            if s.end_s >= since_s
-        ]
-
-    def _view_moments(self) -> list[list[Any]]:
-        began_s = self._began_s or 0.0
-        return [[rounded(max(0.0, at_s - began_s)), *more] for at_s, *more in self._moments]
-
-    def _view_checkpoints(self) -> list[list[Any]]:
-        began_s = self._began_s or 0.0
-        return [[v, rounded(max(0.0, at_s - began_s))] for v, at_s in self._checkpoints]
-
-    def _view_scores(self) -> dict[str, Any]:
-        began_s = self._began_s or 0.0
-        return self.scores.view(began_s, self._gradients_at)
-
-    def _gradients_at(self, at_s: float) -> int:
-        """How many were done at that moment of training."""
-        at = min(self._fine.length, int(at_s / self._fine.width_s) + 1)
-        return int(sum(self._columns["gradients"].values[:at]))
+def _slowdowns(config: Mapping[str, Any]) -> dict[int, float]:
+    """What --slow-worker says."""
+    names = ("workers", "slow_worker")
+    given = {name: config[name] for name in names if config.get(name) is not None}
+    return dict(make_config(given).slowdowns)
 
 
 def _role(role: str, index: int) -> str:
@@ -566,13 +400,3 @@ def _role(role: str, index: int) -> str:
 
 def _size_for(num_workers: int) -> int:
     return next((size for most, size in SIZES if num_workers <= most), SIZE_OF_MANY)
-
-
-def _shares(parts_s: Sequence[float]) -> list[int] | int:
-    """Of a stretch, in percent; 0: there was no step."""
-    total = sum(parts_s)
-    return [round(100 * part / total) for part in parts_s] if total else 0
-
-
-def _maybe(value: float | None) -> float | int | None:
-    return None if value is None else rounded(value)

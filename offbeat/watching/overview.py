@@ -15,6 +15,7 @@ from offbeat.errors import OffbeatError
 from offbeat.watching.following import FollowedRun
 from offbeat.watching.gathering import KILLED, STARTING
 from offbeat.watching.series import rounded
+from offbeat.watching.summary import figures
 
 INSIDE_A_RUN = frozenset(("checkpoints", "events", "logs", "states", "tensorboard", "wandb"))
 LOOK_EVERY_S = 2.0
@@ -85,10 +86,10 @@ class Overview:
 
     def _row(self, name: str, run: FollowedRun | None) -> dict[str, Any]:
         known = self._rows.get(name)
-        if run is not None and run.gathered is not None:
-            figures = run.gathered.figures()
-            if known is None or not run.gathered.is_over or run.gathered.status == KILLED:
-                return {key: figures[key] for key in FIGURES}
+        gathered = None if run is None else run.gathered
+        if gathered is not None and not (known and gathered.is_over and gathered.status != KILLED):
+            found = figures(gathered)
+            return {key: found[key] for key in FIGURES}
         return {k: v for k, v in known.items() if k != "written"} if known else {"status": STARTING}
 
     def _grid(self, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:

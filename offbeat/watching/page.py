@@ -14,7 +14,7 @@ from typing import Any
 from offbeat.report import svg
 from offbeat.report.document import METRIC_LIMITS, PARTS
 
-SCRIPTS = ("chart.js", "tables.js", "page.js")
+SCRIPTS = ("chart.js", "tables.js", "run.js", "page.js")
 POLICY = (
     "default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; "
     "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"

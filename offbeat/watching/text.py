@@ -25,7 +25,7 @@ GOING_ON = ("running", "starting")
 COLORS = {"running": "green", "finished": "blue", "interrupted": "yellow"}
 MOMENT_COLORS = {"bad": "red", "good": "green"}
 NUM_MOMENTS = 5
-LINES_BESIDE = 16
+LINES_BESIDE = 18
 """Of the screen, that are no worker's."""
 SPARK_WIDTH = 48
 View = dict[str, Any]
@@ -91,7 +91,7 @@ def draw_run(view: View, width: int, height: int) -> RenderableType:
         done = round(status["progress"] * (width - 1))
         parts.append(Text.assemble(("━" * done, "blue"), ("─" * (width - 1 - done), "dim")))
     parts += [_figures(status), *_sparks(view, min(SPARK_WIDTH, width - 26)), Text("")]
-    parts.append(_workers(view["workers"], max(2, height - LINES_BESIDE), width))
+    parts += _workers(view["workers"], max(2, height - LINES_BESIDE))
     parts += _servers(view["servers"], status["version"])
     parts += _moments(view.get("moments", ()), width)
     return Group(*parts)
@@ -165,7 +165,7 @@ def spark(values: Sequence[float | None], width: int) -> str:
     return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] for value in means)
 
 
-def _workers(rows: Sequence[Sequence[Any]], most: int, width: int) -> Table:
+def _workers(rows: Sequence[Sequence[Any]], most: int) -> list[RenderableType]:
     names = ("", "", "steps", "/s", "loss", "stale", "dropped", "restarts")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, name in enumerate(names):
@@ -177,9 +177,8 @@ def _workers(rows: Sequence[Sequence[Any]], most: int, width: int) -> Table:
         numbers = (done, short(rate), short(loss), short(stale), str(dropped), str(restarts))
         color = "" if state in ("at work", "left", "through") else "yellow"
         table.add_row(f"worker {rank}", Text(state + slow, style=color), *numbers)
-    if len(rows) > most:
-        table.add_row("", f"and {len(rows) - most} more")
-    return table
+    more = [Text(f"and {len(rows) - most} more", style="dim")] if len(rows) > most else []
+    return [table, *more]
 
 
 def _servers(rows: Sequence[Sequence[Any]], furthest: int) -> list[RenderableType]:

@@ -11,6 +11,7 @@ from offbeat.config import make_config
 from offbeat.watching.gathering import NUM_MOMENTS, Gathered
 from offbeat.watching.scores import MAX_POINTS, Scores
 from offbeat.watching.series import NUM_KEPT_TICKS, Axis, means, rounded
+from offbeat.watching.summary import figures, view
 from offbeat.watching.waits import Waits
 
 
@@ -85,10 +86,10 @@ def gathered_from(events: Any, **about: Any) -> Gathered:
     return found
 
 
-def row(view: dict[str, Any], rank: int) -> dict[str, Any]:
+def row(shown: dict[str, Any], rank: int) -> dict[str, Any]:
     names = ("rank", "state", "steps", "expected", "rate", "loss", "staleness", "dropped")
     names += ("rejected", "restarts", "up", "down", "slowdown")
-    return dict(zip(names, view["workers"][rank], strict=True))
+    return dict(zip(names, shown["workers"][rank], strict=True))
 
 
 # -- numbers over time -----------------------------------------------------------------------------
@@ -162,17 +163,17 @@ def test_who_is_answered_at_once_waits_for_nobody() -> None:
 
 def test_a_run_in_figures() -> None:
     gathered = gathered_from(a_run(2, 50), workers=2)
-    figures = gathered.figures()
-    assert figures["status"] == "running"
-    assert (figures["gradients"], figures["examples"], figures["version"]) == (100, 1000, 100)
-    assert figures["progress"] == 0.5
-    assert figures["loss"] == 0.02 and figures["staleness"] == 1 and figures["lr"] == 0.1
-    view = gathered.view(0)
-    assert row(view, 1)["steps"] == 50 and row(view, 1)["expected"] == 100
-    assert sum(view["fine"]["gradients"]) == 100
-    assert view["fine"]["loss"][0] > view["fine"]["loss"][-1]
-    assert view["fine"]["versions"]["0"][-1] == 100
-    json.dumps(view, allow_nan=False)
+    known = figures(gathered)
+    assert known["status"] == "running"
+    assert (known["gradients"], known["examples"], known["version"]) == (100, 1000, 100)
+    assert known["progress"] == 0.5
+    assert known["loss"] == 0.02 and known["staleness"] == 1 and known["lr"] == 0.1
+    shown = view(gathered, 0)
+    assert row(shown, 1)["steps"] == 50 and row(shown, 1)["expected"] == 100
+    assert sum(shown["fine"]["gradients"]) == 100
+    assert shown["fine"]["loss"][0] > shown["fine"]["loss"][-1]
+    assert shown["fine"]["versions"]["0"][-1] == 100
+    json.dumps(shown, allow_nan=False)
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
@@ -184,8 +185,8 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     for _ in range(3):  # nothing comes any more
         gathered.tick(gathered.at_s + 20)
     assert gathered.rates()[0] == 0
-    assert row(gathered.view(0), 0)["state"] == "no step lately"
-    assert gathered.figures()["left_s"] is None
+    assert row(view(gathered, 0), 0)["state"] == "no step lately"
+    assert figures(gathered)["left_s"] is None
 
 
 def test_the_time_that_is_left_goes_by_the_slowest() -> None:
@@ -196,24 +197,24 @@ def test_the_time_that_is_left_goes_by_the_slowest() -> None:
         if number % 2:
             gathered.add(step(1, (number + 1) // 2, 1 + 0.1 * number))
         gathered.tick()
-    left_s = gathered.figures()["left_s"]
+    left_s = figures(gathered)["left_s"]
     assert left_s == pytest.approx((100 - 20) / 5, rel=0.1)
     order = {"what": "stop_worker", "worker": 1, "words": "that worker 1 stops"}
     gathered.add(phase("order", 5.0, **order))
-    assert gathered.figures()["left_s"] == pytest.approx((100 - 40) / 10, rel=0.1)
+    assert figures(gathered)["left_s"] == pytest.approx((100 - 40) / 10, rel=0.1)
 
 
 def test_a_later_view_has_only_what_is_new() -> None:
     events = list(a_run(4, 400))
     gathered = gathered_from(events[:-40], workers=4)
-    before = gathered.view(0)
+    before = view(gathered, 0)
     for event in events[-40:]:
         gathered.add(event)
     gathered.tick()
-    new = gathered.view(before["tick"])
+    new = view(gathered, before["tick"])
     assert len(json.dumps(new["fine"])) < len(json.dumps(before["fine"])) / 5
     start = new["fine"]["from"]
-    whole = gathered.view(0)["fine"]
+    whole = view(gathered, 0)["fine"]
     assert before["fine"]["gradients"][:start] + new["fine"]["gradients"] == whole["gradients"]
     assert "moments" not in new and "moments" in before
 
@@ -221,29 +222,32 @@ def test_a_later_view_has_only_what_is_new() -> None:
 def test_waiting_is_told_from_exchanging() -> None:
     """By what the server says of the push, wherever its line is read first."""
     events = [step(0, 1, 1.0), push(0, 1, 1.06), step(0, 2, 1.1), push(0, 2, 1.16)]
-    view = gathered_from([events[1], events[0]], workers=1).view(0)
-    assert view["coarse"]["parts"]["0"][0] == [50, 10, 30, 10]
-    view = gathered_from(events, workers=1).view(0)
-    assert [parts[4:] for parts in view["recent"]] == [[10, 30, 10], [10, 30, 10]]
+    shown = view(gathered_from([events[1], events[0]], workers=1), 0)
+    assert shown["coarse"]["parts"]["0"][0] == [50, 10, 30, 10]
+    shown = view(gathered_from(events, workers=1), 0)
+    assert [parts[4:] for parts in shown["recent"]] == [[10, 30, 10], [10, 30, 10]]
 
 
 def test_a_death_shows_until_the_worker_steps_again() -> None:
     events = list(a_run(2, 10))
     restart = phase("restart", 3.2, role="worker", index=1, reason="was killed by SIGKILL")
     gathered = gathered_from([*events, restart], workers=2)
-    view = gathered.view(0)
-    assert row(view, 1)["state"] == "was killed by SIGKILL" and row(view, 1)["restarts"] == 1
-    assert view["moments"][-1][1:] == ["bad", "worker 1 was killed by SIGKILL: it is started again"]
-    assert view["moments"][-1][0] == pytest.approx(3.2 - 2.1 - 0.06, abs=0.07)
+    shown = view(gathered, 0)
+    assert row(shown, 1)["state"] == "was killed by SIGKILL" and row(shown, 1)["restarts"] == 1
+    assert shown["moments"][-1][1:] == [
+        "bad",
+        "worker 1 was killed by SIGKILL: it is started again",
+    ]
+    assert shown["moments"][-1][0] == pytest.approx(3.2 - 2.1 - 0.06, abs=0.07)
     gathered.add(step(1, 11, 3.5, incarnation=1))
-    assert row(gathered.view(0), 1)["state"] == "at work"
-    assert gathered.figures()["restarts"] == 1
+    assert row(view(gathered, 0), 1)["state"] == "at work"
+    assert figures(gathered)["restarts"] == 1
 
 
 def test_a_crew_falls_together() -> None:
     restart = phase("restart", 3.0, role="worker", index=1, reason="ended with 1", crew=[1, 3])
-    view = gathered_from([*a_run(4, 5), restart], workers=4).view(0)
-    assert [row(view, r)["restarts"] for r in range(4)] == [0, 1, 0, 1]
+    shown = view(gathered_from([*a_run(4, 5), restart], workers=4), 0)
+    assert [row(shown, r)["restarts"] for r in range(4)] == [0, 1, 0, 1]
 
 
 def test_what_a_server_lost() -> None:
@@ -252,44 +256,44 @@ def test_what_a_server_lost() -> None:
     gathered.add({"kind": "run", "phase": "load", "shard": 0, "epoch": 1, "version": 30})
     account = [0, 20, 15, 0, 0, 5, 20]
     gathered.add(phase("books", 5.0, shards=[{"version": 35, "accounts": {"0": account}}]))
-    figures = gathered.figures()
-    assert figures["lost"] == 5 and figures["restarts"] == 1
-    texts = [text for _, _, text in gathered.view(0)["moments"]]
+    known = figures(gathered)
+    assert known["lost"] == 5 and known["restarts"] == 1
+    texts = [text for _, _, text in view(gathered, 0)["moments"]]
     assert "server 0 is back with version 30: it had 40" in texts
     assert "5 updates are lost" in texts
 
 
 def test_how_a_run_ends_and_goes_on() -> None:
     gathered = gathered_from([*a_run(1, 10), phase("end", 4.0, status="failed", reason="nan")])
-    assert gathered.is_over and gathered.figures()["reason"] == "nan"
-    assert gathered.view(0)["moments"][-1][1:] == ["bad", "the run is failed: nan"]
+    assert gathered.is_over and figures(gathered)["reason"] == "nan"
+    assert view(gathered, 0)["moments"][-1][1:] == ["bad", "the run is failed: nan"]
     gathered.add(phase("start", 4.0))
     assert gathered.status == "failed", "that was the start of what ended then"
     gathered.add(phase("start", 5.0))
-    assert gathered.status == "running" and gathered.figures()["reason"] is None
+    assert gathered.status == "running" and figures(gathered)["reason"] is None
 
 
 def test_dropped_and_rejected_are_counted_by_steps() -> None:
     """Every one of several servers says so of the same gradient."""
     events = [step(0, 1, 1.0, outcome="dropped"), step(0, 2, 1.1, outcome="rejected")]
     events += [push(0, 1, 1.05, outcome="dropped", shard=shard) for shard in (0, 1)]
-    view = gathered_from(events, workers=1).view(0)
-    assert (view["status"]["dropped"], view["status"]["rejected"]) == (1, 1)
-    assert sum(view["fine"]["dropped"]) == sum(view["fine"]["rejected"]) == 1
+    shown = view(gathered_from(events, workers=1), 0)
+    assert (shown["status"]["dropped"], shown["status"]["rejected"]) == (1, 1)
+    assert sum(shown["fine"]["dropped"]) == sum(shown["fine"]["rejected"]) == 1
 
 
 def test_bytes_are_as_they_were_unless_told_otherwise() -> None:
     carried = {"up": 100, "down": 300, "whole": 100}
     events = [step(0, 1, 1.0, **carried), step(0, 2, 1.1), step(0, 3, 1.2)]
-    figures = gathered_from(events, workers=1).figures()
-    assert (figures["up"], figures["down"]) == (300, 900)
+    known = figures(gathered_from(events, workers=1))
+    assert (known["up"], known["down"]) == (300, 900)
 
 
 def test_nonsense_is_counted_and_does_no_harm() -> None:
     events: list[dict[str, Any]] = [{"kind": "step"}, {"kind": "unreadable"}, {"kind": "new"}]
     events += [step(0, 1, 1.0, loss=None), step(0, 2, 1.1, loss=math.inf)]
-    figures = gathered_from(events).figures()
-    assert figures["unreadable"] == 2 and figures["gradients"] == 2 and figures["loss"] is None
+    known = figures(gathered_from(events))
+    assert known["unreadable"] == 2 and known["gradients"] == 2 and known["loss"] is None
 
 
 def test_memory_does_not_grow_with_the_run() -> None:
@@ -298,22 +302,22 @@ def test_memory_does_not_grow_with_the_run() -> None:
             yield phase("restart", 2.0 + number, role="worker", index=1, reason="ended with 1")
 
     gathered = gathered_from([*a_run(2, 3000), *restarts()], workers=2)
-    view = gathered.view(0)
-    assert len(view["fine"]["gradients"]) <= 240 and sum(view["fine"]["gradients"]) == 6000
-    assert len(view["moments"]) == NUM_MOMENTS
-    assert len(view["recent"]) < 60
+    shown = view(gathered, 0)
+    assert len(shown["fine"]["gradients"]) <= 240 and sum(shown["fine"]["gradients"]) == 6000
+    assert len(shown["moments"]) == NUM_MOMENTS
+    assert len(shown["recent"]) < 60
     assert all(len(worker._held_s) <= 512 for worker in gathered.workers.values())
 
 
 def test_many_workers_are_shown_in_few_bytes() -> None:
     events = list(a_run(64, 200))
     gathered = gathered_from(events[:-500], workers=64)
-    first = gathered.view(0)
+    first = view(gathered, 0)
     for event in events[-500:]:
         gathered.add(event)
     gathered.tick()
     assert len(json.dumps(first, separators=(",", ":"))) < 150_000
-    later = json.dumps(gathered.view(first["tick"]), separators=(",", ":"))
+    later = json.dumps(view(gathered, first["tick"]), separators=(",", ":"))
     assert len(later) < 30_000, "once a second"
 
 
@@ -323,12 +327,12 @@ def test_many_workers_are_shown_in_few_bytes() -> None:
 def test_scores_lie_where_their_checkpoint_was() -> None:
     events = [*a_run(1, 50), phase("checkpoint", 4.0, version=20, shards=[])]
     score = {"kind": "score", "version": 20, "metric": 0.5, "at_s": 9.0}
-    view = gathered_from([*events, {**score, "scores": {"accuracy": 0.5, "loss": None}}]).view(0)
-    ((version, at_s, gradients, values),) = view["scores"]["points"]
+    shown = view(gathered_from([*events, {**score, "scores": {"accuracy": 0.5, "loss": None}}]), 0)
+    ((version, at_s, gradients, values),) = shown["scores"]["points"]
     assert version == 20 and values == {"accuracy": 0.5, "loss": None}
     assert at_s == pytest.approx(4.0 - 2.1, abs=0.07) and 15 <= gradients <= 22
-    assert view["scores"]["best"] == [20, 0.5]
-    assert view["status"]["score"]["values"][0] == ["accuracy", 0.5]
+    assert shown["scores"]["best"] == [20, 0.5]
+    assert shown["status"]["score"]["values"][0] == ["accuracy", 0.5]
 
 
 def test_a_script_says_what_it_is_judged_by() -> None:

@@ -170,7 +170,9 @@ const linePlots = [];
 class LinePlot extends Figure {
   constructor(title, y, options = {}) {
     super(title, `${title}; its numbers are in the table below`);
-    Object.assign(this, { y, limits: options.limits || null, lines: [], marks: [], x: "s" });
+    Object.assign(this, { y, lines: [], marks: [], x: "s" });
+    this.limits = options.limits || null;
+    this.fromZero = options.fromZero === true;
     this.isLog = false;
     this.hidden = new Map();
     this.cursorX = null;
@@ -250,8 +252,9 @@ class LinePlot extends Figure {
     if (!points.length) return false;
     const all = this.lines.flatMap(line => line.points);
     const [from, to] = span || [0, all.reduce((most, [x]) => Math.max(most, x), 0) || 1];
-    const [low, high] = points.reduce(
+    let [low, high] = points.reduce(
       ([least, most], [, y]) => [Math.min(least, y), Math.max(most, y)], [Infinity, -Infinity]);
+    if (this.fromZero && !this.isLog) low = Math.min(0, low);
     this.yTicks = this.isLog ? logTicks(low, high) : ticks(low, high, 6, this.limits);
     if (this.yTicks.length < 2) this.yTicks = [low / 2, low * 2];
     this.xs = new Scale(from, to, left, width - right);
@@ -434,7 +437,7 @@ class LinePlot extends Figure {
       .filter(row => row.slice(1).some(cell => cell !== "-"));
     const marks = this.marks.map(([x, text]) => [short(x), text]);
     return {
-      title: `${this.title}: ${this.y}`,
+      title: this.y ? `${this.title}: ${this.y}` : this.title,
       header: [this.x === "s" ? "s of training" : this.x, ...shown.map(line => line.name)],
       rows: [...rows, ...marks],
     };
