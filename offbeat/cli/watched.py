@@ -1,6 +1,7 @@
 """`offbeat watch`, and the page that train, compare, launch and role master have beside a run.
 
-Imports no torch: whoever looks on is there at once.
+Imports no torch: whoever looks on is there at once; and nothing of a page before there is to be
+one, since every command goes by here.
 """
 
 import argparse
@@ -12,17 +13,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offbeat.cluster.hosts import is_loopback
 from offbeat.errors import ConfigError, RunDirError
 from offbeat.recipes.callbacks import Callback
 from offbeat.transport.terms import TOKEN_VARIABLE, Terms
-from offbeat.watching.access import Access, own_names
-from offbeat.watching.beside import PAGE_VARIABLE, Beside, Watch
-from offbeat.watching.client import RemoteSource, is_address
-from offbeat.watching.hub import Hub
-from offbeat.watching.serving import PageServer, listen, split_at
-from offbeat.watching.source import Source
+
+if TYPE_CHECKING:
+    from offbeat.watching.beside import Beside
+    from offbeat.watching.serving import PageServer
+    from offbeat.watching.source import Source
 
 LAST_LOOK_S = 0.3
 """So long the page of a run that is over takes to show that."""
@@ -40,6 +41,9 @@ def look_on(known: argparse.Namespace, terms: Terms) -> int:
 
 
 def _watch(known: argparse.Namespace, terms: Terms) -> int:
+    from offbeat.watching.beside import PAGE_VARIABLE
+    from offbeat.watching.serving import listen
+
     if PAGE_VARIABLE in os.environ:
         return _serve_beside(known, terms)
     source = _find_source(known.what, terms)
@@ -61,7 +65,10 @@ def _watch(known: argparse.Namespace, terms: Terms) -> int:
     return 0
 
 
-def _find_source(what: str, terms: Terms) -> Source:
+def _find_source(what: str, terms: Terms) -> "Source":
+    from offbeat.watching.client import RemoteSource, is_address
+    from offbeat.watching.hub import Hub
+
     path = Path(what).expanduser()
     if path.is_dir():
         return Hub(path)
@@ -74,6 +81,8 @@ def _find_source(what: str, terms: Terms) -> Source:
 
 
 def _check_at(at: str | None, terms: Terms) -> None:
+    from offbeat.watching.serving import split_at
+
     host, port = split_at(at)
     if terms.token is None and not is_loopback(host):
         shown = host if port is None else f"{host}:{port}"
@@ -84,7 +93,10 @@ def _check_at(at: str | None, terms: Terms) -> None:
         )
 
 
-def _serve(source: Source, sock: socket.socket, terms: Terms) -> PageServer:
+def _serve(source: "Source", sock: socket.socket, terms: Terms) -> "PageServer":
+    from offbeat.watching.access import Access, own_names
+    from offbeat.watching.serving import PageServer
+
     is_secure, port = terms.server_tls is not None, sock.getsockname()[1]
     access = Access(terms.token, names=own_names(), port=port, is_secure=is_secure)
     return PageServer(
@@ -111,6 +123,9 @@ def _make_log() -> logging.Logger:
 
 def _serve_beside(known: argparse.Namespace, terms: Terms) -> int:
     """In a process of its own, which whoever trains does not wait for."""
+    from offbeat.watching.beside import PAGE_VARIABLE
+    from offbeat.watching.hub import Hub
+
     os.nice(NICE)
     sock = socket.socket(fileno=int(os.environ.pop(PAGE_VARIABLE)))
     path = Path(known.what)
@@ -126,11 +141,13 @@ def _serve_beside(known: argparse.Namespace, terms: Terms) -> int:
 @contextlib.contextmanager
 def page_beside(
     known: argparse.Namespace, terms: Terms, say: Callable[[str], None]
-) -> Iterator[Beside | None]:
+) -> "Iterator[Beside | None]":
     """The page that was asked for by --watch or --watch-at; None: none was."""
     if not (known.watch or known.watch_at):
         yield None
         return
+    from offbeat.watching.beside import Beside
+
     _check_at(known.watch_at, terms)
     flags = []
     for name in FLAGS:
@@ -141,5 +158,9 @@ def page_beside(
         yield beside
 
 
-def callbacks_of(beside: Beside | None) -> list[Callback]:
-    return [] if beside is None else [Watch(beside)]
+def callbacks_of(beside: "Beside | None") -> list[Callback]:
+    if beside is None:
+        return []
+    from offbeat.watching.beside import Watch
+
+    return [Watch(beside)]

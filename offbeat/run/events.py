@@ -129,7 +129,8 @@ class Followed:
         self._pattern = pattern
         found = () if from_start else folder.glob(pattern)
         self._offsets = {path: path.stat().st_size for path in found}
-        self._reached_s: dict[Path, float] = {}
+        self._reached_s: dict[str, float] = {}
+        """By each role's name, whose files come one after the other."""
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Those that are new, file by file; a line that is not whole yet is left for later."""
@@ -137,12 +138,13 @@ class Followed:
             yield from self._read(path)
 
     def read_some(self, num_bytes: int) -> list[dict[str, Any]]:
-        """About so many bytes of those that are new, out of the file that is furthest behind in
-        time: so all files come to the same moment together. Nothing, when nothing is new."""
-        behind = [path for path, count in self.unread().items() if count]
-        for path in sorted(behind, key=lambda path: (self._reached_s.get(path, -1.0), path)):
+        """About so many bytes of those that are new, of the role that is furthest behind in time:
+        so all come to the same moment together. Nothing, when nothing is new."""
+        behind = [(*_in_time(path), path) for path, count in self.unread().items() if count]
+        behind.sort(key=lambda each: (self._reached_s.get(each[0], -1.0), *each))
+        for name, _, path in behind:
             if events := self._read(path, num_bytes):
-                self._reached_s[path] = moment_of(events[-1]) or self._reached_s.get(path, -1.0)
+                self._reached_s[name] = moment_of(events[-1]) or self._reached_s.get(name, -1.0)
                 return events
         return []
 

@@ -164,7 +164,7 @@ class Gathered:
         """Where nobody starts workers again, this is how it shows that one was."""
         if incarnation > worker.incarnation:
             worker.incarnation = incarnation
-            if worker.away_since_s is None and worker.num_steps:
+            if worker.num_steps and self._job.get("engine") == "cluster":
                 self._moment(at_s, "note", f"worker {worker.rank} has come again")
 
     def _add_step(self, event: Mapping[str, Any]) -> None:

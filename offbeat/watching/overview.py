@@ -57,7 +57,12 @@ class Overview:
     def _walk(self) -> list[Path]:
         """The runs' folders, as those of a report, by their names."""
         found = []
-        for name, folders, files in os.walk(self._path):
+        seen: set[Path] = set()
+        for name, folders, files in os.walk(self._path, followlinks=True):
+            if (resolved := Path(name).resolve()) in seen:  # a link that leads back
+                folders.clear()
+                continue
+            seen.add(resolved)
             if "config.json" in files and Path(name) != self._path:
                 found.append(Path(name))
             folders[:] = sorted(f for f in folders if f not in INSIDE_A_RUN)

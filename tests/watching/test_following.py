@@ -75,6 +75,19 @@ def test_files_come_to_the_same_moment_together(tmp_path: Path) -> None:
     assert reached["push"] == pytest.approx(100) and not any(followed.unread().values())
 
 
+def test_who_took_a_dead_ones_place_comes_after_it(tmp_path: Path) -> None:
+    folder = begin(tmp_path / "run")
+    write(folder, "worker-1", *(step(1, n, 0.1 * n) for n in range(1, 101)))
+    write(folder, "worker-1.1", *(step(1, n, 0.1 * n) for n in range(101, 201)))
+    with (folder.events / "worker-1.jsonl").open("a") as file:
+        file.write('{"kind": "st')  # which nobody ends any more
+    followed = Followed(folder.events, "*.jsonl", from_start=True)
+    numbers = []
+    while events := followed.read_some(3000):
+        numbers += [event["step"] for event in events]
+    assert numbers == list(range(1, 201))
+
+
 def test_a_line_longer_than_a_bite_is_read(tmp_path: Path) -> None:
     write(begin(tmp_path / "run"), "master", phase("end", 1.0, status="finished", reason="x" * 900))
     followed = Followed(tmp_path / "run" / "events", "*.jsonl", from_start=True)

@@ -1,6 +1,7 @@
 // A run: what there is to see of it, and what a person can ask it for.
 
 const MANY = 8;  // lines beyond so many are there when somebody asks for them
+const MAX_STRETCHES = 32;
 const SURE_MS = 4000;
 const RETRY_MS = 1000;
 const LOG_EVERY_MS = 2000;
@@ -59,12 +60,12 @@ class Run {
   }
 
   // The last stretch is not over: a rate is that of the part that is.
-  rates(values) {
+  rates(values, kind) {
     const width = this.fine.width_s, last = values.length - 1;
     const part = (this.status.trained_s - last * width) / width;
     return values.map((value, index) => {
       const share = index < last ? 1 : Math.min(1, part);
-      return [(index + 0.5) * width, share < 0.4 && last > 0 ? null : value / width / share];
+      return [this.x(index, this.fine, kind), share < 0.4 && last > 0 ? null : value / width / share];
     });
   }
 }
@@ -176,7 +177,7 @@ class RunPage {
     this.apart = new LinePlot("how far the shards are apart", "versions", counts);
     this.now = new Rows("the newest steps", "step");
     this.overall = new Rows("over the run", "stretch");
-    this.learning = plots(this.loss, this.lr);
+    this.learning = plots(this.loss, this.lr, this.gradientRate, this.exampleRate);
     this.workers = new Table([]);
     this.waits = new Table(["", "waits most for", "of the time"], "who waits for whom, just now");
     this.servers = new Table(["", "version", "behind the furthest", "restarts"]);
@@ -185,19 +186,21 @@ class RunPage {
     this.log = make("pre", { hidden: true, tabindex: 0 });
     this.config = make("details", {}, make("summary", { text: "The configuration" }));
     this.numbers = [
-      [this.loss, this.lr], [this.gradientRate, this.exampleRate, this.refused],
-      [this.staleness, this.staleOfEach], [this.now, this.overall], [this.versions, this.apart],
+      [this.loss, this.lr, this.gradientRate, this.exampleRate],
+      [this.staleness, this.staleOfEach, this.refused],
+      [this.now, this.overall], [this.versions, this.apart],
     ].map(each => new Numbers(each));
   }
 
   sections() {
-    const [ofLearning, ofSpeed, ofStaleness, ofWork, ofShards] = this.numbers;
+    const [ofLearning, ofStaleness, ofWork, ofShards] = this.numbers;
     const over = kind => make("button", {
       type: "button", text: kind === "s" ? "over time" : "over gradients",
       "aria-pressed": String(kind === this.x), onclick: () => this.setX(kind),
     });
     this.xButtons = { s: over("s"), gradients: over("gradients") };
-    const learning = section("How it learns", "learning", this.learning, ofLearning.element);
+    const learning = section("How it learns, and how quickly", "learning", this.learning,
+      ofLearning.element);
     learning.firstChild.append(make("span", { class: "buttons" }, ...Object.values(this.xButtons)));
     return [
       this.progress, this.tiles, this.orders,
@@ -205,9 +208,8 @@ class RunPage {
       section("What happened", "happened", this.moments),
       section("What the workers do", "work", plots(this.now, this.overall), this.workers.element,
         this.waits.element, ofWork.element),
-      section("How stale", "stale", plots(this.staleness, this.staleOfEach), ofStaleness.element),
-      section("How quick", "speed", plots(this.gradientRate, this.exampleRate, this.refused),
-        ofSpeed.element),
+      section("How stale", "stale", plots(this.staleness, this.staleOfEach, this.refused),
+        ofStaleness.element),
       section("Servers", "servers", plots(this.versions, this.apart), this.servers.element,
         ofShards.element),
       section("Processes and logs", "processes", this.roles.element, this.log),
@@ -222,6 +224,7 @@ class RunPage {
       button.setAttribute("aria-pressed", String(each === kind));
     }
     this.updateLearning();
+    this.updateSpeed();
   }
 
   order(what) {
@@ -365,9 +368,10 @@ class RunPage {
 
   updateSpeed() {
     const { fine } = this.run;
-    const rate = (name, values) => [{ name, color: 0, points: this.run.rates(values) }];
-    this.gradientRate.set(rate("all workers", fine.gradients), "s", this.marks);
-    this.exampleRate.set(rate("all workers", fine.examples), "s", this.marks);
+    const marks = this.x === "s" ? this.marks : [];
+    const rate = values => [{ name: "all workers", color: 0, points: this.run.rates(values, this.x) }];
+    this.gradientRate.set(rate(fine.gradients), this.x, marks);
+    this.exampleRate.set(rate(fine.examples), this.x, marks);
     const has = values => values.some(count => count > 0);
     this.refused.element.hidden = !has(fine.dropped) && !has(fine.rejected);
     this.refused.set([
@@ -390,16 +394,29 @@ class RunPage {
     const names = ranks.map(rank => `worker ${rank}`);
     this.now.set(names, run.recent.map(([rank, number, start, ...parts]) =>
       ({ row: ranks.indexOf(rank), number, start, parts: parts.map(part => part / 1000) })));
-    const width = run.coarse.width_s;
-    this.overall.set(names, ranks.flatMap((rank, row) =>
-      (run.coarse.parts[rank] || []).map((shares, index) => shares && {
-        row, number: index + 1, start: index * width, shares,
-        parts: shares.map(share => share * width / 100),
-      }).filter(Boolean)));
+    this.overall.set(names, ranks.flatMap((rank, row) => this.stretches(rank, row)));
     this.updateWorkers();
     this.waits.element.hidden = !run.waits.length;
     this.waits.set(run.waits.map(([rank, other, share]) =>
       [rank, `worker ${rank}`, `worker ${other}`, `${(100 * share).toFixed(1)}%`]));
+  }
+
+  // Of a worker's whole run, at most so many that one can tell their parts apart.
+  stretches(rank, row) {
+    const all = this.run.coarse.parts[rank] || [];
+    const each = Math.ceil(all.length / MAX_STRETCHES) || 1, width = each * this.run.coarse.width_s;
+    const found = [];
+    for (let start = 0; start < all.length; start += each) {
+      const known = all.slice(start, start + each).filter(Boolean);
+      if (!known.length) continue;
+      const shares = known[0].map((_, part) =>
+        Math.round(known.reduce((sum, one) => sum + one[part], 0) / known.length));
+      found.push({
+        row, number: found.length + 1, start: start * this.run.coarse.width_s, shares,
+        parts: shares.map(share => share * width * known.length / each / 100),
+      });
+    }
+    return found;
   }
 
   updateWorkers() {
