@@ -36,6 +36,7 @@ RATE_S = 5.0
 """A rate is that of the last so many seconds."""
 NUM_MOMENTS = 120
 NUM_CHECKPOINTS = 20
+STEP_PARTS = ("compute_s", "prepare_s", "exchange_s")
 RUNNING, STARTING, KILLED = "running", "starting", "killed"
 
 
@@ -168,17 +169,19 @@ class Gathered:
                 self._moment(at_s, "note", f"worker {worker.rank} has come again")
 
     def _add_step(self, event: Mapping[str, Any]) -> None:
-        times = [float(event[f"{part}_s"]) for part in ("start", "compute", "prepare", "exchange")]
-        start_s = self._since_begin(times[0])
+        compute_s, prepare_s, exchange_s = (event[part] for part in STEP_PARTS)
+        took_s = compute_s + prepare_s + exchange_s
+        start_s = self._since_begin(event["start_s"])
+        if event["start_s"] + took_s > self.at_s:
+            self.at_s = event["start_s"] + took_s
         worker = self._worker(event["worker"])
-        step = Step(event["step"], start_s, *times[1:])
-        worker.stepped(dict(event), step)
+        end_s = start_s + took_s
+        step = Step(event["step"], start_s, compute_s, prepare_s, exchange_s, end_s)
+        worker.stepped(event, step)
         worker.put_aside(step, self.ticks)
-        assert self.began_s is not None
-        self.at_s = max(self.at_s, step.end_s + self.began_s)
         self.gradients += 1
         self.examples += event["examples"]
-        fine, coarse = self.fine.index(step.end_s), self.coarse.index(step.end_s)
+        fine, coarse = self.fine.index(end_s), self.coarse.index(end_s)
         columns = self.columns
         columns["gradients"].values[fine] += 1
         columns["examples"].values[fine] += event["examples"]

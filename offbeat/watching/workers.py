@@ -5,6 +5,7 @@ is put aside, as the servers' events are read in files of their own.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,8 @@ class Step:
     compute_s: float
     prepare_s: float
     exchange_s: float
+    end_s: float
     waited_s: float = 0.0
-
-    @property
-    def end_s(self) -> float:
-        return self.start_s + self.compute_s + self.prepare_s + self.exchange_s
 
     @property
     def parts_s(self) -> tuple[float, float, float, float]:
@@ -57,14 +55,15 @@ class WorkerState:
         self.why_away = ""
         self.stopped = False
         self.slowdown = 1.0
-        self.carried = dict.fromkeys(CARRIED, 0)
         self.staleness: deque[int] = deque(maxlen=NUM_STALENESS)
         self.recent: deque[Step] = deque(maxlen=num_recent)
         self.losses, self.num_losses = axis.column(), axis.column()
         self.stale, self.num_stale = axis.column(), axis.column()
         self.parts: list[Column] = [axis.column() for _ in range(4)]
         self._axis = axis
-        self._carried_before = dict.fromkeys(CARRIED, 0)
+        self._carried = self._each = dict.fromkeys(CARRIED, 0)
+        self._num_alike = 0
+        """So many of the last steps had `_each`; those before them `_carried`."""
         self._held_s: dict[int, float] = {}
         self._unsettled: deque[tuple[Step, int]] = deque()
 
@@ -74,17 +73,25 @@ class WorkerState:
         if len(self._held_s) > NUM_HELD:
             del self._held_s[next(iter(self._held_s))]
 
-    def stepped(self, event: dict[str, Any], step: Step) -> None:
+    def stepped(self, event: Mapping[str, Any], step: Step) -> None:
         self.num_steps += 1
-        self.number = max(self.number, step.number)
-        self.last_s = max(self.last_s, step.end_s)
+        if step.number > self.number:
+            self.number = step.number
+        if step.end_s > self.last_s:
+            self.last_s = step.end_s
         self.away_since_s = None
         if (outcome := event["outcome"]) in self.outcomes:
             self.outcomes[outcome] += 1
         if "up" in event:
-            self._carried_before = {name: int(event[name]) for name in CARRIED}
-        for name, count in self._carried_before.items():
-            self.carried[name] += count
+            self._carried = self.carried
+            self._each = {name: int(event[name]) for name in CARRIED}
+            self._num_alike = 0
+        self._num_alike += 1
+
+    @property
+    def carried(self) -> dict[str, int]:
+        """Bytes; a step that says nothing of them has as many as the one before."""
+        return {n: self._carried[n] + self._num_alike * self._each[n] for n in CARRIED}
 
     def put_aside(self, step: Step, tick: int) -> None:
         self._unsettled.append((step, tick))
@@ -99,8 +106,11 @@ class WorkerState:
     def _settle(self, step: Step) -> None:
         step.waited_s = min(step.exchange_s, self._held_s.pop(step.number, 0.0))
         at = self._axis.index(step.start_s)
-        for column, part_s in zip(self.parts, step.parts_s, strict=True):
-            column.values[at] += part_s
+        compute, prepare, wait, exchange = self.parts
+        compute.values[at] += step.compute_s
+        prepare.values[at] += step.prepare_s
+        wait.values[at] += step.waited_s
+        exchange.values[at] += step.exchange_s - step.waited_s
         self.recent.append(step)
 
     def mean_staleness(self) -> float | None:

@@ -79,22 +79,32 @@ function score(run) {
 
 // -- the stream ------------------------------------------------------------------------------------
 
-let stream = null, page = null, again = null;
+const RETRY_MS = 1000;
+const HIDDEN_MS = 60_000;  // a page that nobody sees for so long leaves its place to others
+
+let stream = null, page = null, again = null, leaving = null;
+
+function asked() {
+  return SETUP.single ?? new URLSearchParams(location.hash.slice(1)).get("run");
+}
 
 function open() {
-  const asked = new URLSearchParams(location.hash.slice(1)).get("run");
-  const name = SETUP.single ?? asked;
+  const name = asked();
   byId("back").hidden = SETUP.single !== null || name === null;
   if (page) page.close();
   page = name === null ? new FolderPage(byId("content")) : new RunPage(name, byId("content"));
-  connect(name);
+  connect();
 }
 
-function connect(name) {
+function address() {
+  const name = asked();
+  return `/events${name === null ? "" : `?${new URLSearchParams({ run: name })}`}`;
+}
+
+function connect() {
   clearTimeout(again);
   if (stream) stream.close();
-  const query = name === null ? "" : `?${new URLSearchParams({ run: name })}`;
-  const mine = stream = new EventSource(`/events${query}`);
+  const mine = stream = new EventSource(address());
   mine.onmessage = event => {
     page.take(JSON.parse(event.data));
     const status = byId("link").dataset.status;
@@ -104,24 +114,29 @@ function connect(name) {
   mine.onerror = () => {
     say("the page's server is away: trying again");
     if (mine.readyState !== EventSource.CLOSED) return;  // it tries again by itself
-    again = setTimeout(() => knock(name), RETRY_MS);
+    again = setTimeout(knock, RETRY_MS);
   };
 }
 
 // Why there is no stream: the token may be asked for anew, or too many look on.
-async function knock(name) {
+async function knock() {
+  const asking = new AbortController();
   try {
-    const query = name === null ? "" : `?${new URLSearchParams({ run: name })}`;
-    const answer = await fetch("/setup");
+    const answer = await fetch(address(), { signal: asking.signal });
     if (answer.status === 401) {
       location.reload();
       return;
     }
-    if (query && name !== SETUP.single && answer.ok) say("waiting for the run");
+    if (!answer.ok) {
+      say((await answer.text()).trim());
+      again = setTimeout(knock, RETRY_MS);
+      return;
+    }
+    asking.abort();  // an EventSource takes it from here
   } catch {
     say("the page's server is away: trying again");
   }
-  connect(name);
+  connect();
 }
 
 function measure() {
@@ -132,7 +147,13 @@ function measure() {
 }
 
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden) for (const plot of linePlots) plot.update();
+  clearTimeout(leaving);
+  if (document.hidden) {
+    leaving = setTimeout(() => stream.close(), HIDDEN_MS);
+    return;
+  }
+  for (const plot of linePlots) plot.update();
+  if (stream.readyState === EventSource.CLOSED) connect();
 });
 window.addEventListener("hashchange", open);
 measure();

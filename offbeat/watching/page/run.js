@@ -3,7 +3,6 @@
 const MANY = 8;  // lines beyond so many are there when somebody asks for them
 const MAX_STRETCHES = 32;
 const SURE_MS = 4000;
-const RETRY_MS = 1000;
 const LOG_EVERY_MS = 2000;
 const FACTORS = [1, 2, 3, 5, 10];
 
