@@ -72,7 +72,8 @@ class FollowedRun:
         is_live = not self.gathered.is_over
         is_new = has_news or before != (self.gathered.status, self.share_read)
         if is_live:
-            self.gathered.tick(self.gathered.at_s + now_s - self._heard_s)
+            clock_s = self.gathered.at_s + now_s - self._heard_s
+            self.gathered.tick(clock_s, is_behind=self.share_read < 1)
         elif is_new:
             self.gathered.tick()
             self.gathered.tick()  # nothing more is said of the steps that it put aside

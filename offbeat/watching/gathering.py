@@ -77,6 +77,7 @@ class Gathered:
         self.shards: dict[int, ShardState] = {}
         self.lr: float | None = None
         self._end_s = -1.0
+        self._was_behind = False
         self.history: deque[tuple[float, int, int, dict[int, int]]] = deque()
         self.moments: deque[tuple[float, str, str]] = deque(maxlen=NUM_MOMENTS)
         self.checkpoints: deque[tuple[int, float]] = deque(maxlen=NUM_CHECKPOINTS)
@@ -291,9 +292,10 @@ class Gathered:
 
     # -- a tick --------------------------------------------------------------------------------
 
-    def tick(self, now_s: float | None = None) -> int:
+    def tick(self, now_s: float | None = None, *, is_behind: bool = False) -> int:
         """What was added since the last one is one step for whoever looks on; returns its number.
-        `now_s`: on the run's clock, where that goes on without events."""
+        `now_s`: on the run's clock, where that goes on without events; `is_behind`: there is more
+        that happened already, so that nothing follows from how much was added."""
         for worker in self.workers.values():
             worker.settle(self.ticks)
         self.ticks += 1
@@ -302,6 +304,9 @@ class Gathered:
         now_s = self.at_s if now_s is None else max(now_s, self.at_s)
         counts = {rank: worker.num_steps for rank, worker in self.workers.items()}
         history = self.history
+        if is_behind or self._was_behind:
+            history.clear()
+        self._was_behind = is_behind
         history.append((now_s, self.gradients, self.examples, counts))
         while len(history) > 2 and history[1][0] <= now_s - RATE_S:
             history.popleft()

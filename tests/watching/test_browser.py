@@ -144,7 +144,7 @@ def check_that_it_moves(page: Browser) -> None:
     line = f"{FIGURE}('training loss').querySelector('.line').getAttribute('d')"
     before, drawn = number(page.evaluate(f"{TILE}('gradients')")), page.evaluate(line)
     page.until(f"{line} !== {json.dumps(drawn)}")
-    assert number(page.evaluate(f"{TILE}('gradients')")) > before
+    page.until(f"Number({TILE}('gradients').replaceAll(',', '')) > {before}")
     page.until("document.querySelector('#processes tbody').textContent.includes('MB')")
 
 

@@ -189,6 +189,19 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert figures(gathered)["left_s"] is None
 
 
+def test_what_is_read_at_once_is_no_rate() -> None:
+    """Somebody who comes late reads in a moment what took minutes."""
+    gathered = Gathered(described(workers=1))
+    gathered.add(step(0, 1, 0.1))
+    gathered.tick(is_behind=True)
+    for number in range(2, 101):
+        gathered.add(step(0, number, 0.1 * number))
+    gathered.tick()
+    assert gathered.rates()[0] == pytest.approx(10, rel=0.05), "as long as it has trained"
+    gathered.tick(gathered.at_s + 1)
+    assert gathered.rates()[0] == 0
+
+
 def test_the_time_that_is_left_goes_by_the_slowest() -> None:
     gathered = Gathered(described(workers=2))
     gathered.add(phase("start", 0.5))

@@ -308,6 +308,7 @@ class LinePlot extends Figure {
     const middle = (top + floor) / 2;
     yield shape("text", { x: (left + width - right) / 2, y: height - 6, class: "mid name" },
       this.x === "s" ? "s of training" : this.x);
+    if (!this.y) return;  // its title says it
     yield shape("text", {
       x: 10, y: middle, class: "mid name", transform: `rotate(-90 10 ${middle})`,
     }, this.y);

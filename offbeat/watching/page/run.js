@@ -177,7 +177,7 @@ class RunPage {
     this.now = new Rows("the newest steps", "step");
     this.overall = new Rows("over the run", "stretch");
     this.learning = plots(this.loss, this.lr, this.gradientRate, this.exampleRate);
-    this.workers = new Table([]);
+    this.workers = new Table([], "", "states");
     this.waits = new Table(["", "waits most for", "of the time"], "who waits for whom, just now");
     this.servers = new Table(["", "version", "behind the furthest", "restarts"]);
     this.roles = new Table(["", "host", "memory", "most", "processors", "", "last line of its log"], "", "worded");
@@ -438,7 +438,7 @@ class RunPage {
         "aria-label": `slow worker ${rank} down`, title: "for trying it out",
         onchange: () => this.order({ what: "slow", worker: rank, factor: Number(slow.value) }),
       }, ...FACTORS.map(each => make("option", { value: each, text: each === 1 ? "no" : `${each}x` })));
-      const stop = rank === 0 ? make("span", { class: "none", text: "the master's" })
+      const stop = rank === 0 ? make("span")  // the master's
         : sureButton("stop", `worker ${rank} ends its step and leaves`,
           () => this.order({ what: "stop_worker", worker: rank }));
       this.controls.set(rank, [slow, stop]);
