@@ -2,6 +2,7 @@
 
 const MANY = 8;  // lines beyond so many are there when somebody asks for them
 const MAX_STRETCHES = 32;
+const MAX_RATES = 80;
 const SURE_MS = 4000;
 const LOG_EVERY_MS = 2000;
 const FACTORS = [1, 2, 3, 5, 10];
@@ -58,14 +59,18 @@ class Run {
     return values.map((value, index) => [this.x(index, axis, kind), value]);
   }
 
-  // The last stretch is not over: a rate is that of the part that is.
+  // Over stretches that are long enough to count in; the last one is not over, and its rate is that of
+  // the part that is.
   rates(values, kind) {
-    const width = this.fine.width_s, last = values.length - 1;
-    const part = (this.status.trained_s - last * width) / width;
-    return values.map((value, index) => {
-      const share = index < last ? 1 : Math.min(1, part);
-      return [this.x(index, this.fine, kind), share < 0.4 && last > 0 ? null : value / width / share];
-    });
+    const each = Math.ceil(values.length / MAX_RATES) || 1, width = each * this.fine.width_s;
+    const found = [];
+    for (let start = 0; start < values.length; start += each) {
+      const count = values.slice(start, start + each).reduce((sum, value) => sum + value, 0);
+      const part = Math.min(1, (this.status.trained_s - start * this.fine.width_s) / width);
+      const x = this.x(Math.min(values.length, start + each / 2) - 0.5, this.fine, kind);
+      if (part >= 0.4 || start === 0) found.push([x, count / width / (part || 1)]);
+    }
+    return found;
   }
 }
 
