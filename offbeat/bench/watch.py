@@ -56,21 +56,26 @@ class Looking(Watch):
     def __init__(self, beside: Beside, count: int) -> None:
         super().__init__(beside)
         self.busy = 0.0
-        """How many processors the page's server took."""
+        """How many processors the page's server took meanwhile."""
+        self._before_s = 0.0
         self.lookers: list[Looker] = []
         self._count = count
 
     def on_start(self, run: Start) -> None:
         super().on_start(run)
+        self._before_s = self._used_s()
         url = f"{self._beside.url}events?run={run.run_dir.name}"
         self.lookers = [Looker(url) for _ in range(self._count)]
         for looker in self.lookers:
             looker.start()
 
     def on_end(self, end: End) -> None:
-        found = None if self._beside.pid is None else read_stat(self._beside.pid)
-        self.busy = (found[1] if found else 0.0) / end.summary["total_time_s"]
+        self.busy = (self._used_s() - self._before_s) / end.summary["total_time_s"]
         super().on_end(end)
+
+    def _used_s(self) -> float:
+        found = None if self._beside.pid is None else read_stat(self._beside.pid)
+        return found[1] if found else 0.0
 
 
 def watch(

@@ -128,11 +128,14 @@ def _serve_beside(known: argparse.Namespace, terms: Terms) -> int:
 
     os.nice(NICE)
     sock = socket.socket(fileno=int(os.environ.pop(PAGE_VARIABLE)))
-    path = Path(known.what)
+    if not (told := sys.stdin.readline().rstrip("\n")):
+        sock.close()  # there was no run
+        return 0
+    path = Path(told)
     hub = Hub(path, is_run=not (path / "compare.json").exists())
     with _serve(hub, sock, terms) as server:
         server.log.setLevel(logging.WARNING)  # what was asked for the run itself says
-        sys.stdin.buffer.read()  # nothing is written to it: this is its end
+        sys.stdin.read()  # nothing more is written to it: this is its end
         hub.catch_up()
         server.over.wait(LAST_LOOK_S)
     return 0

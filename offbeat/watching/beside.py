@@ -1,14 +1,15 @@
 """A page beside a run that this process is about to begin: --watch of train, compare, launch and
 role master.
 
-The page has a process of its own, at the lowest priority, so that nobody who trains waits for it.
-That ends with this one, whatever becomes of it. A run's callback starts it (`Watch`), a comparison
-as it begins.
+The page has a process of its own, at a low priority, so that nobody who trains waits for it. It is
+there before the run is, and told by its input what to show, by a run's callback (`Watch`) or by a
+comparison as it begins; when that input ends, whatever became of this process, so does the page.
 
     with Beside("127.0.0.1:6810", []) as beside:
         offbeat.train(recipe, callbacks=[Watch(beside)])
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -25,14 +26,20 @@ END_TIMEOUT_S = 5.0
 
 
 class Beside:
-    """A page's address, and its process once there is something to show. `flags` are those of
-    offbeat watch."""
+    """A page's address, and its process. `flags` are those of offbeat watch."""
 
     def __init__(self, at: str | None, flags: Sequence[str], *, is_secure: bool = False) -> None:
-        self._flags = list(flags)
-        self._socket = listen(at)
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = url_of(self._socket, is_secure=is_secure)
+        with listen(at) as sock:
+            self.url = url_of(sock, is_secure=is_secure)
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [sys.executable, "-m", "offbeat", "watch", "-", *flags],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, PAGE_VARIABLE: str(sock.fileno())},
+                pass_fds=(sock.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the run, which the page shows until its end
+            )
+        self._is_told = False
 
     def __enter__(self) -> Self:
         return self
@@ -42,17 +49,13 @@ class Beside:
 
     def start(self, path: Path) -> None:
         """Serve the run, or the runs, in this folder."""
-        if self._process is not None:
+        process = self._process
+        if process is None or process.stdin is None or self._is_told:
             return
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "offbeat", "watch", str(path), *self._flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, PAGE_VARIABLE: str(self._socket.fileno())},
-            pass_fds=(self._socket.fileno(),),
-            start_new_session=True,  # Ctrl-C is for the run, which the page shows until its end
-        )
-        self._socket.close()
+        self._is_told = True
+        with contextlib.suppress(BrokenPipeError):  # it failed, and has said why
+            process.stdin.write(f"{path.absolute()}\n".encode())
+            process.stdin.flush()
 
     @property
     def pid(self) -> int | None:
@@ -60,7 +63,6 @@ class Beside:
 
     def close(self) -> None:
         """The run is over: the page shows that, and its server ends."""
-        self._socket.close()
         process, self._process = self._process, None
         if process is None:
             return
