@@ -59,7 +59,7 @@ def _watch(known: argparse.Namespace, terms: Terms) -> int:
     except ConfigError:
         source.close()
         raise
-    with _serve(source, sock, terms) as server:
+    with _serve(source, sock, terms, known.at) as server:
         print(f"watching {known.what} at {server.url} (Ctrl-C ends that)", flush=True)
         threading.Event().wait()
     return 0
@@ -93,12 +93,17 @@ def _check_at(at: str | None, terms: Terms) -> None:
         )
 
 
-def _serve(source: "Source", sock: socket.socket, terms: Terms) -> "PageServer":
+def _serve(source: "Source", sock: socket.socket, terms: Terms, at: str | None) -> "PageServer":
     from offbeat.watching.access import Access, own_names
     from offbeat.watching.serving import PageServer
 
     is_secure, port = terms.server_tls is not None, sock.getsockname()[1]
-    access = Access(terms.token, names=own_names(), port=port, is_secure=is_secure)
+    access = Access(
+        terms.token,
+        names=own_names(at, asks=terms.token is not None),
+        port=port,
+        is_secure=is_secure,
+    )
     return PageServer(
         source,
         sock,
@@ -133,7 +138,7 @@ def _serve_beside(known: argparse.Namespace, terms: Terms) -> int:
         return 0
     path = Path(told)
     hub = Hub(path, is_run=not (path / "compare.json").exists())
-    with _serve(hub, sock, terms) as server:
+    with _serve(hub, sock, terms, known.at) as server:
         server.log.setLevel(logging.WARNING)  # what was asked for the run itself says
         sys.stdin.read()  # nothing more is written to it: this is its end
         hub.catch_up()
@@ -152,7 +157,7 @@ def page_beside(
     from offbeat.watching.beside import Beside
 
     _check_at(known.watch_at, terms)
-    flags = []
+    flags = [] if known.watch_at is None else ["--at", known.watch_at]
     for name in FLAGS:
         if (value := getattr(known, name)) is not None:
             flags += [f"--{name.replace('_', '-')}", value]

@@ -112,7 +112,10 @@ def host_name(address: str) -> str:
     return address.rpartition(":")[0] if address.count(":") == 1 else address
 
 
-def own_names() -> tuple[str, ...]:
-    """What this machine is called, as far as it knows itself."""
+def own_names(at: str | None = None, *, asks: bool = False) -> tuple[str, ...]:
+    """What this machine is called: as it knows itself, where a page is served (`at`), and, where
+    somebody may be asked (`asks`), by others."""
     name = socket.gethostname()
-    return (name, name.partition(".")[0], f"{name.partition('.')[0]}.local")
+    short = name.partition(".")[0]
+    told = () if at is None else (host_name(at),)
+    return (name, short, f"{short}.local", *told, *((socket.getfqdn(),) if asks else ()))

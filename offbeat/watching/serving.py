@@ -242,7 +242,10 @@ class _Handler(BaseHTTPRequestHandler):
         is_page = url.path == "/" and not is_order
         try:
             if not access.is_for_us(headers.get("Host")):
-                self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this page has another name")
+                self._refuse(
+                    HTTPStatus.MISDIRECTED_REQUEST,
+                    "this page has another name; --at NAME:PORT gives it one",
+                )
             elif not (is_page or access.is_own_page(headers, must_say=is_order)):
                 self._refuse(HTTPStatus.FORBIDDEN, "only its own page may ask for this")
             else:
