@@ -23,6 +23,8 @@ from offbeat.watching.overview import Overview
 from offbeat.watching.source import BEAT_S, Source
 
 TICK_S, TICK_OF_MANY_S = 0.5, 1.0
+LEAST_OF_TICK = 0.9
+"""Nobody is told anything sooner after the last time, in ticks."""
 MANY_WORKERS = 16
 BUSY_S = 0.01
 """Between two ticks, while there is more to read."""
@@ -46,6 +48,7 @@ class Hub(Source):
         self._texts: dict[tuple[str, int, int], str] = {}
         self._failed: dict[str, str] = {}
         self._overview_wanted_s = 0.0
+        self._is_hurried = False
         self._changed = threading.Condition()
         self._over = threading.Event()
         self._wake = threading.Event()
@@ -68,18 +71,22 @@ class Hub(Source):
         return self._stream_all(is_over) if name is None else self._stream(name, is_over)
 
     def _stream(self, name: str, is_over: Callable[[], bool]) -> Iterator[str]:
-        shown, beat_s = 0, time.monotonic()
+        shown, said_s = 0, 0.0
         self._follow(name)
         while not (self._over.is_set() or is_over()):
             with self._changed:
-                self._wanted_s[name] = time.monotonic()
+                now_s = self._wanted_s[name] = time.monotonic()
                 if name in self._failed:
                     raise RunDirError(self._failed[name])
+                early_s = said_s + LEAST_OF_TICK * self._tick_s(self._runs.get(name)) - now_s
+                if early_s > 0 and not self._is_hurried:  # while much is read there are many ticks
+                    self._changed.wait(early_s)
+                    continue
                 text, tick = self._text(name, shown)
                 if tick <= shown:
                     self._changed.wait(BEAT_S)
-            if tick > shown or time.monotonic() > beat_s + BEAT_S:
-                shown, beat_s = max(shown, tick), time.monotonic()
+            if tick > shown or time.monotonic() > said_s + BEAT_S:
+                shown, said_s = max(shown, tick), time.monotonic()
                 yield text
 
     def _text(self, name: str, shown: int) -> tuple[str, int]:
@@ -144,8 +151,9 @@ class Hub(Source):
         OrderBox(run.folder.orders).give(order)
 
     def catch_up(self) -> None:
-        """Have everybody who looks on see what there is by now."""
+        """Have everybody who looks on see what there is by now, since there will be no more."""
         with self._changed:
+            self._is_hurried = True
             for name, run in self._runs.items():
                 for _ in range(2):  # the second one is for what the first has put aside
                     self._tick(name, run)
@@ -195,5 +203,9 @@ class Hub(Source):
             return BUSY_S
         if run.gathered is not None and run.gathered.is_over:
             return OVER_S
-        is_large = run.gathered is not None and run.gathered.num_workers > MANY_WORKERS
+        return self._tick_s(run)
+
+    def _tick_s(self, run: FollowedRun | None) -> float:
+        gathered = None if run is None else run.gathered
+        is_large = gathered is not None and gathered.num_workers > MANY_WORKERS
         return TICK_OF_MANY_S if is_large else TICK_S
