@@ -72,7 +72,7 @@ class Gathered:
             )
         }
         self.most_stale = self.fine.column(adds=False)
-        self._num_recent = max(3, min(MAX_RECENT, NUM_RECENT // max(1, self.num_workers)))
+        self.num_recent = max(3, min(MAX_RECENT, NUM_RECENT // max(1, self.num_workers)))
         self.workers: dict[int, WorkerState] = {}
         self.shards: dict[int, ShardState] = {}
         self.lr: float | None = None
@@ -125,7 +125,7 @@ class Gathered:
 
     def _worker(self, rank: int) -> WorkerState:
         if rank not in self.workers:
-            self.workers[rank] = WorkerState(rank, self.coarse, self._num_recent)
+            self.workers[rank] = WorkerState(rank, self.coarse)
         return self.workers[rank]
 
     def _shard(self, index: int) -> ShardState:

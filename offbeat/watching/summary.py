@@ -11,6 +11,9 @@ from offbeat.watching.gathering import RATE_S, Gathered
 from offbeat.watching.series import means, rounded
 from offbeat.watching.workers import WorkerState
 
+LATE_S = 2.0
+"""Of whom nothing was heard for longer, nobody waits to be shown."""
+
 
 def view(gathered: Gathered, since: int) -> dict[str, Any]:
     """What somebody does not have who was shown the tick `since`; 0: nothing yet."""
@@ -161,19 +164,22 @@ def _view_waits(gathered: Gathered) -> list[list[Any]]:
 
 
 def _view_recent(gathered: Gathered) -> list[list[Any]]:
-    """The newest steps: rank, number, when it began, and its parts, in ms."""
-    recent = [(r, s) for r, w in sorted(gathered.workers.items()) for s in w.recent]
-    if not recent:
+    """The newest steps of a time in which it is known of everybody at work what he did: rank,
+    number, when it began, and its parts, in ms."""
+    known = [worker for _, worker in sorted(gathered.workers.items()) if worker.recent]
+    latest_s = max((worker.recent[-1].end_s for worker in known), default=0.0)
+    active = [worker for worker in known if worker.recent[-1].end_s > latest_s - LATE_S]
+    if not active:
         return []
-    spans = [
-        w.recent[-1].end_s - w.recent[0].start_s for w in gathered.workers.values() if w.recent
-    ]
-    end_s = max(step.end_s for _, step in recent)
-    since_s = end_s - max(min(spans), max(s.end_s - s.start_s for _, s in recent))
+    end_s = min(worker.recent[-1].end_s for worker in active)
+    lengths = sorted((w.recent[-1].end_s - w.recent[0].start_s) / len(w.recent) for w in active)
+    since_s = end_s - gathered.num_recent * lengths[len(lengths) // 2]
     return [
-        [rank, s.number, round(s.start_s, 4), *(round(1000 * p, 2) for p in s.parts_s)]
-        for rank, s in recent
-        if s.end_s >= since_s
+        [w.rank, s.number, round(s.start_s, 4), *(round(1000 * p, 2) for p in s.parts_s)]
+        for w in active
+        for s in [s for s in w.recent if s.end_s > since_s and s.start_s < end_s][
+            -2 * gathered.num_recent :
+        ]
     ]
 
 

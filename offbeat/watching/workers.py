@@ -14,6 +14,9 @@ from offbeat.watching.waits import Waits
 
 NUM_HELD = 512
 """Pushes of a worker of which it is kept how long a server had them."""
+NUM_RECENT = 256
+"""So many of its steps are kept one by one: more than are read at different moments from different
+files."""
 NUM_STALENESS = 32
 """So many of a worker's newest gradients are its staleness as it is now."""
 CARRIED = ("up", "down", "whole")
@@ -38,9 +41,9 @@ class Step:
 
 
 class WorkerState:
-    """`axis` has its columns; `num_recent` steps are kept one by one."""
+    """`axis` has its columns."""
 
-    def __init__(self, rank: int, axis: Axis, num_recent: int) -> None:
+    def __init__(self, rank: int, axis: Axis) -> None:
         self.rank = rank
         self.num_steps = 0
         self.number = 0
@@ -56,7 +59,7 @@ class WorkerState:
         self.stopped = False
         self.slowdown = 1.0
         self.staleness: deque[int] = deque(maxlen=NUM_STALENESS)
-        self.recent: deque[Step] = deque(maxlen=num_recent)
+        self.recent: deque[Step] = deque(maxlen=NUM_RECENT)
         self.losses, self.num_losses = axis.column(), axis.column()
         self.stale, self.num_stale = axis.column(), axis.column()
         self.parts: list[Column] = [axis.column() for _ in range(4)]

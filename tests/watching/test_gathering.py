@@ -241,6 +241,17 @@ def test_waiting_is_told_from_exchanging() -> None:
     assert [parts[4:] for parts in shown["recent"]] == [[10, 30, 10], [10, 30, 10]]
 
 
+def test_the_newest_steps_are_of_the_same_time() -> None:
+    """However much of whose file was read."""
+    events = list(a_run(8, 200))
+    behind = [e for e in events if e["kind"] != "step" or e["worker"] != 3 or e["step"] < 190]
+    recent = view(gathered_from(behind, workers=8), 0)["recent"]
+    shown = {rank: [s for r, _, s, *_ in recent if r == rank] for rank in range(8)}
+    assert all(len(starts) >= 20 for starts in shown.values())
+    assert max(map(max, shown.values())) - min(map(max, shown.values())) < 0.2
+    assert max(map(min, shown.values())) - min(map(min, shown.values())) < 0.2
+
+
 def test_a_death_shows_until_the_worker_steps_again() -> None:
     events = list(a_run(2, 10))
     restart = phase("restart", 3.2, role="worker", index=1, reason="was killed by SIGKILL")
