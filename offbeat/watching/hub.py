@@ -71,7 +71,7 @@ class Hub(Source):
         return self._stream_all(is_over) if name is None else self._stream(name, is_over)
 
     def _stream(self, name: str, is_over: Callable[[], bool]) -> Iterator[str]:
-        shown, said_s = 0, 0.0
+        shown, said_s, beat_s = 0, 0.0, time.monotonic()
         self._follow(name)
         while not (self._over.is_set() or is_over()):
             with self._changed:
@@ -85,8 +85,9 @@ class Hub(Source):
                 text, tick = self._text(name, shown)
                 if tick <= shown:
                     self._changed.wait(BEAT_S)
-            if tick > shown or time.monotonic() > said_s + BEAT_S:
+            if tick > shown or time.monotonic() > beat_s + BEAT_S:
                 shown, said_s = max(shown, tick), time.monotonic()
+                beat_s = said_s
                 yield text
 
     def _text(self, name: str, shown: int) -> tuple[str, int]:

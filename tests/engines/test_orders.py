@@ -122,9 +122,13 @@ def test_what_lay_there_before_the_run_is_not_done(run_dir: Path, recipe: Recipe
 
 def test_who_is_told_nonsense_goes_on(run_dir: Path, recipe: Recipe) -> None:
     class Nonsense(Callback):
-        def on_start(self, run: object) -> None:
-            (run_dir / "orders").mkdir()
-            (run_dir / "orders" / "1.json").write_text('{"what": "rm"}')
+        has_said = False
+
+        def on_step(self, steps: Steps) -> None:
+            if not self.has_said:
+                (run_dir / "orders").mkdir()
+                (run_dir / "orders" / "1.json").write_text('{"what": "rm"}')
+            self.has_said = True
 
     asks = Asks(run_dir, (Order("stop"), is_given("stop")))
     result = offbeat.train(
