@@ -130,6 +130,7 @@ def relaunch(
     *,
     say: Callable[[str], None],
     forks: ForkServer | None = None,
+    callbacks: Sequence[Callback] = (),
     master: InCluster | None = None,
 ) -> Result:
     """Go on with a run that was launched, from its newest checkpoint."""
@@ -159,7 +160,8 @@ def relaunch(
             display.notice(line)
         if (change := change_of(script)) is not None:
             display.notice(change)
-        launched = Launched(config, folder, script, began_s, display, forks, master=master)
+        about = (config, folder, script, began_s, display, forks)
+        launched = Launched(*about, callbacks=callbacks, master=master)
         with ray_for(config) as cluster:
             return launched.run(cluster, lock, incarnation=incarnation)
 

@@ -14,7 +14,7 @@ from offbeat.family import BUILT_IN
 PACKAGE = Path(offbeat.__file__).parent
 LAYERS = [
     ["cli", "__main__"],
-    ["bench", "comparison", "launching", "replaying"],
+    ["bench", "comparison", "launching", "replaying", "watching"],
     ["api", "simulation"],
     ["engines"],
     ["cluster"],

@@ -4,6 +4,7 @@
     offbeat train --resume RUN
     offbeat compare --disciplines sync,lock-free --workers 1,2 --out DIR
     offbeat compare --disciplines sync,lock-free --out DIR -- train.py --its --flags
+    offbeat watch RUN_OR_DIR
     offbeat report RUN_OR_DIR
     offbeat eval RUN --follow
     offbeat simulate RUN --workers 4,64,1024 --disciplines all
@@ -19,6 +20,7 @@ Ctrl-C, SIGTERM or SIGHUP.
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -35,6 +37,7 @@ from typing import Any
 
 from offbeat.cli.flags import flag, make_parser, unknown
 from offbeat.cli.signals import Echoes
+from offbeat.cli.watched import callbacks_of, look_on, page_beside
 from offbeat.cluster.hosts import Hosts, Task, find_hosts
 from offbeat.cluster.scheduled import find_scheduled
 from offbeat.comparison import grid
@@ -53,6 +56,7 @@ from offbeat.errors import ConfigError, OffbeatError
 from offbeat.recipes.metrics import HIGHER_IS_BETTER
 from offbeat.roles.control import CONTROL_VARIABLE, Control
 from offbeat.scripts import check_options, describe_script
+from offbeat.transport.terms import OPEN, Terms, load_terms
 
 INTERRUPTED = 130
 OF_SERVERS = ("bind", "journal_dir")
@@ -116,14 +120,19 @@ def _train(known: argparse.Namespace) -> int:
     _check_resume(known)
     from_file, given = _read_config(known)
     config = make_config(from_file, given)  # what is wrong with the flags shows before torch loads
-    with signals_as_ctrl_c(), fork_server(config.engine) as forks:  # it imports while we do
+    with (
+        signals_as_ctrl_c(),
+        fork_server(config.engine) as forks,  # it imports while we do
+        page_beside(known, _terms_of_page(known), _say_aside) as beside,
+    ):
         from offbeat.api import resume_config, train_config
         from offbeat.run.progress import say
 
+        told = callbacks_of(beside)
         if known.resume is not None:
-            result = resume_config(Path(known.resume), given, forks=forks)
+            result = resume_config(Path(known.resume), given, forks=forks, callbacks=told)
         else:
-            result = train_config(config, forks=forks)
+            result = train_config(config, forks=forks, callbacks=told)
     for line in _result_lines(result.summary):
         say(line)
     return _tell_interrupted(result.run_dir, "train") if result.interrupted else 0
@@ -155,8 +164,8 @@ def _launch(known: argparse.Namespace) -> int:
     check_options(list(given))
     if (found := _find_hosts(known)) is not None:
         return _launch_by_hand(known, given, *found)
-    of_clusters = ("role", "index", "bind", "journal_dir", "token_file")
-    for name in (*of_clusters, "tls_cert", "tls_key", "tls_ca"):
+    of_page = () if _is_watched(known) else ("token_file", "tls_cert", "tls_key", "tls_ca")
+    for name in ("role", "index", "bind", "journal_dir", *of_page):
         if getattr(known, name, None) is not None:
             raise ConfigError(
                 f"{flag(name)} belongs to a cluster: name it with --cluster cluster.toml, or --ps "
@@ -164,14 +173,19 @@ def _launch(known: argparse.Namespace) -> int:
             )
     _check_script(known)
     config = make_config(given)
-    with signals_as_ctrl_c(), fork_server("local") as forks:
+    with (
+        signals_as_ctrl_c(),
+        fork_server("local") as forks,
+        page_beside(known, _terms_of_page(known), _say_aside) as beside,
+    ):
         from offbeat.launching import launch, relaunch
 
         show = _say_nothing if config.quiet else _say_aside
         if known.resume is not None:
-            result = relaunch(Path(known.resume), given, say=show, forks=forks)
+            begin = functools.partial(relaunch, Path(known.resume), given)
         else:
-            result = launch(known.script, known.arguments, given, say=show, forks=forks)
+            begin = functools.partial(launch, known.script, known.arguments, given)
+        result = begin(say=show, forks=forks, callbacks=callbacks_of(beside))
     show(launch_line(result.summary, result.run_dir))
     return _tell_interrupted(result.run_dir, "launch") if result.interrupted else 0
 
@@ -228,14 +242,16 @@ def _launch_master(
     from offbeat.cli import launched
 
     show = _say_nothing if config.quiet else _say_aside
-    result = launched.master(_endpoint(known, hosts), given, script, known.resume, show)
+    with page_beside(known, _terms_of_page(known), _say_aside) as beside:
+        told = callbacks_of(beside)
+        result = launched.master(_endpoint(known, hosts), given, script, known.resume, show, told)
     show(launch_line(result.summary, result.run_dir))
     where = f" --cluster {shlex.quote(known.file)}" if known.file else ""
     again = f"launch{where} --role master"
     return _tell_interrupted(result.run_dir, again) if result.interrupted else 0
 
 
-def _say_nothing(line: str) -> None:
+def _say_nothing(line: object) -> None:
     pass
 
 
@@ -254,12 +270,17 @@ def _compare(known: argparse.Namespace) -> int:
     if known.resume and known.out is None:
         raise ConfigError("--resume goes on with a comparison: say in which folder it is (--out)")
     grid.check_grid(asked, Path(known.out or "."))  # shows what is wrong before torch loads
-    with signals_as_ctrl_c(), fork_server(asked.engine) as forks:
+    with (
+        signals_as_ctrl_c(),
+        fork_server(asked.engine) as forks,
+        page_beside(known, _terms_of_page(known), _say_aside) as beside,
+    ):
         from offbeat.comparison.runs import run_grid
         from offbeat.run.progress import say
 
         out = Path(known.out) if known.out else None
-        done = run_grid(asked, out, known.target, resume=known.resume, forks=forks)
+        begun = _say_nothing if beside is None else beside.start
+        done = run_grid(asked, out, known.target, resume=known.resume, forks=forks, begun=begun)
     for name, reason in done.failed.items():
         print(f"offbeat: {name} failed: {reason}", file=sys.stderr)
     say(f"wrote {done.report}")
@@ -271,6 +292,20 @@ def _compare(known: argparse.Namespace) -> int:
         )
         return INTERRUPTED
     return 1 if done.failed else 0
+
+
+def _watch(known: argparse.Namespace) -> int:
+    with signals_as_ctrl_c():
+        return look_on(known, _terms(known))
+
+
+def _is_watched(known: argparse.Namespace) -> bool:
+    return bool(known.watch or known.watch_at)
+
+
+def _terms_of_page(known: argparse.Namespace) -> Terms:
+    """Where there is to be one."""
+    return _terms(known) if _is_watched(known) else OPEN
 
 
 def _report(known: argparse.Namespace) -> int:
@@ -369,7 +404,8 @@ def _role_of_scheduler(known: argparse.Namespace) -> int:
         mine = () if task.role == "ps" else LOCAL_OPTIONS
         for name in set(options()) - set(mine):
             vars(known).pop(name, None)
-        known.resume = known.config = None
+        known.resume = known.config = known.watch_at = None
+        known.watch = False
     if task.role != "ps":
         for name in OF_SERVERS:
             vars(known).pop(name, None)
@@ -411,8 +447,8 @@ def _role_by_hand(known: argparse.Namespace, hosts: Hosts, role: str, index: int
         resume = known.resume
         if resume is None and known.role == AUTO:
             resume = roles.find_former(given, from_file)
-        with signals_as_ctrl_c():
-            result = roles.master(endpoint, given, from_file, resume)
+        with signals_as_ctrl_c(), page_beside(known, endpoint.terms, _say_aside) as beside:
+            result = roles.master(endpoint, given, from_file, resume, callbacks_of(beside))
         for line in _result_lines(result.summary):
             say(line)
         return INTERRUPTED if result.interrupted else 0
@@ -451,6 +487,8 @@ def _check_role_flags(
     for name in names:
         if name not in allowed:
             raise ConfigError(f"{flag(name)} is for the master, who tells the others")
+    if _is_watched(known) and not is_master:
+        raise ConfigError("--watch is for the master, who keeps the run's folder")
     if known.resume is not None and not is_master:
         raise ConfigError("--resume is for the master, who keeps the run's folder")
 
@@ -465,9 +503,7 @@ def _find_hosts(known: argparse.Namespace) -> tuple[Hosts, Task | None] | None:
     )
 
 
-def _terms(known: argparse.Namespace) -> Any:
-    from offbeat.transport.security import load_terms
-
+def _terms(known: argparse.Namespace) -> Terms:
     files = ("token_file", "tls_cert", "tls_key", "tls_ca")
     if known.token_file is not None:
         path = Path(known.token_file).expanduser()
@@ -597,6 +633,7 @@ def _bench(known: argparse.Namespace) -> int:
             start,
             tables,
             train,
+            watch,
         )
 
         kinds: dict[str, Callable[..., Any]]
@@ -611,6 +648,7 @@ def _bench(known: argparse.Namespace) -> int:
             "launch": launch.bench_launch,
             "peers": peers.peers,
             "simulate": simulate.bench_simulate,
+            "watch": watch.watch,
         }
         rows = kinds[known.benchmark](**given)
     given = {k: v for k, v in given.items() if v is not None}
@@ -628,6 +666,7 @@ _COMMANDS = {
     "train": _train,
     "compare": _compare,
     "launch": _launch,
+    "watch": _watch,
     "report": _report,
     "eval": _eval,
     "replay": _replay,

@@ -91,6 +91,8 @@ def _for_a_script(asked: str) -> str:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_beginning(parser)
+    _add_watched(parser)
+    _add_terms(parser)
     for name, option in options().items():
         _add_option(parser, name, option.default, option.metadata)
 
@@ -120,6 +122,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     _add_index(parser)
     _add_place(parser)
     _add_meeting(parser)
+    _add_watched(parser)
     for name, option in options().items():
         if name in LAUNCH_OPTIONS:
             about = {**option.metadata, "help": HELP_OF_SCRIPTS.get(name, option.metadata["help"])}
@@ -183,6 +186,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="go on with the comparison in --out; what has finished is kept",
     )
+    _add_watched(parser)
+    _add_terms(parser)
     parser.add_argument(
         "--config", metavar="FILE", default=None, help="options from a TOML or JSON file"
     )
@@ -327,6 +332,7 @@ def _add_role(parser: argparse.ArgumentParser) -> None:
         "--resume", metavar="RUN", default=None, help="master: go on with the run in this folder"
     )
     _add_meeting(parser)
+    _add_watched(parser)
     parser.add_argument(
         "--config", metavar="FILE", default=None, help="master: options from a TOML or JSON file"
     )
@@ -390,13 +396,55 @@ def _add_place(parser: argparse.ArgumentParser, *, with_file: bool = True) -> No
     parser.add_argument(
         "--master", dest="master_at", metavar="ADDRESS", default=None, help="the master's"
     )
+    _add_terms(parser, "holds the token that all of them know (or: OFFBEAT_TOKEN)")
+
+
+def _add_terms(
+    parser: argparse.ArgumentParser,
+    token: str = "of the page: holds the token that is asked for (or: OFFBEAT_TOKEN)",
+) -> None:
+    """By what those at the other end of a connection are known."""
     for flag, text in (
-        ("token-file", "holds the token that all of them know (or: OFFBEAT_TOKEN)"),
+        ("token-file", token),
         ("tls-cert", "this machine's certificate"),
         ("tls-key", "and its key"),
         ("tls-ca", "whom to believe"),
     ):
         parser.add_argument(f"--{flag}", metavar="FILE", default=None, help=text)
+
+
+def _add_watched(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        default=False,
+        help="serve a page meanwhile that shows what happens (offbeat watch)",
+    )
+    parser.add_argument(
+        "--watch-at",
+        metavar="HOST:PORT",
+        default=None,
+        help="and where; elsewhere than on loopback it asks for the token "
+        "(default: 127.0.0.1, the first free port from 6810 on)",
+    )
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        metavar="RUN|DIR|ADDRESS",
+        help="a run's folder, one that holds runs or a comparison, or where such a page is served: "
+        "https://HOST:PORT",
+    )
+    parser.add_argument("--text", action="store_true", help="show it in this terminal")
+    parser.add_argument(
+        "--at",
+        metavar="HOST:PORT",
+        default=None,
+        help="serve the page there; elsewhere than on loopback it asks for the token "
+        "(default: 127.0.0.1, the first free port from 6810 on)",
+    )
+    _add_terms(parser)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> Parsers:
@@ -520,6 +568,15 @@ def _add_bench_report(parser: argparse.ArgumentParser) -> None:
 def _add_bench_long(parser: argparse.ArgumentParser) -> None:
     of_run = "of a run, by two workers together (default: 1000000)"
     parser.add_argument("--updates", metavar="N", type=_count, default=1_000_000, help=of_run)
+
+
+def _add_bench_watch(parser: argparse.ArgumentParser) -> None:
+    _add_bench_job(parser)
+    _add_list(parser, "disciplines", str, ("apply-reply",))
+    looking = "how many look on (default: 3)"
+    parser.add_argument("--watchers", metavar="N", type=_count, default=3, help=looking)
+    seconds = "how long each one trains in a round (default: 6)"
+    parser.add_argument("--seconds", metavar="S", type=_size, default=6.0, help=seconds)
 
 
 def _add_bench_start(parser: argparse.ArgumentParser) -> None:
@@ -659,6 +716,12 @@ BENCHMARKS: dict[str, tuple[str, str, int | None, Callable[[argparse.ArgumentPar
         5,
         _add_bench_simulate,
     ),
+    "watch": (
+        "gradients per second of a run that people look at, beside the same run alone",
+        "What it costs a run that people look at the page of offbeat watch, on made-up data.",
+        10,
+        _add_bench_watch,
+    ),
     "links": (
         "training over slow networks, and what helps, beside training over loopback",
         "What a slow network does to a run, and what helps: a grid of rates, delays and settings, "
@@ -689,6 +752,12 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], Parsers 
         "Train a recipe, or launch a script, in every combination of disciplines, workers, "
         "servers, parameters and seeds, one run after the other, and write a report.",
         _add_compare,
+    ),
+    "watch": (
+        "look at a run while it goes on, in a browser or in the terminal",
+        "Serve a page that shows a run, or all runs below a folder, as they happen, and that can "
+        "ask for a checkpoint or for the end; with --text in this terminal instead.",
+        _add_watch,
     ),
     "report": (
         "write report.html and report.md about runs",

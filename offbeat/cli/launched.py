@@ -6,7 +6,7 @@ Called by the command line; servers are those of any run (roles.py).
     offbeat launch --cluster cluster.toml --role worker --index 1 train.py
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.scripts import run_worker_script
 from offbeat.launching import InCluster, launch, relaunch
 from offbeat.loops.running import find_modules
+from offbeat.recipes.callbacks import Callback
 
 __all__ = ["find_modules", "master", "work"]
 
@@ -26,15 +27,17 @@ def master(
     script: Mapping[str, Any] | None,
     resume: str | None,
     say: Callable[[str], None],
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Be the master: keep the run's folder, and run the script as rank 0."""
     options = {**given, **decided_by(endpoint.hosts, given)}
     with stopped_by_signals() as stop:
         here = InCluster(endpoint, stop)
         if resume is not None:
-            return relaunch(Path(resume), options, say=say, master=here)
+            return relaunch(Path(resume), options, say=say, callbacks=callbacks, master=here)
         assert script is not None
-        return launch(script["file"], script["arguments"], options, say=say, master=here)
+        file, arguments = script["file"], script["arguments"]
+        return launch(file, arguments, options, say=say, callbacks=callbacks, master=here)
 
 
 def work(

@@ -15,7 +15,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from offbeat.cluster.hosts import Hosts, is_loopback, split_address
 from offbeat.cluster.remote import NO_PAYLOAD, WorkDone, run_evaluator, run_worker
 from offbeat.config import make_config, not_overruled
 from offbeat.errors import ConfigError, ConnectionClosedError
+from offbeat.recipes.callbacks import Callback
 from offbeat.roles.calls import About
 from offbeat.run.checkpoint import list_checkpoints
 from offbeat.run.progress import say
@@ -93,15 +94,20 @@ def split_bind(bind: str, port: int) -> tuple[str, int]:
 
 
 def master(
-    endpoint: Endpoint, given: Mapping[str, Any], from_file: Mapping[str, Any], resume: str | None
+    endpoint: Endpoint,
+    given: Mapping[str, Any],
+    from_file: Mapping[str, Any],
+    resume: str | None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Be the master: keep the run's folder, and train as rank 0."""
     decided = decided_by(endpoint.hosts, {**from_file, **given})
     if resume is not None:
         options = {k: v for k, v in given.items() if k not in ("run_dir", "init")}
-        return resume_config(Path(resume), {**options, **decided}, endpoint=endpoint)
+        options |= decided
+        return resume_config(Path(resume), options, endpoint=endpoint, callbacks=callbacks)
     config = make_config(not_overruled(from_file, given), given, decided)
-    return train_config(config, endpoint=endpoint)
+    return train_config(config, endpoint=endpoint, callbacks=callbacks)
 
 
 def find_former(given: Mapping[str, Any], from_file: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +100,9 @@ def run_grid(
     *,
     resume: bool = False,
     forks: ForkServer | None = None,
+    begun: Callable[[Path], None] = lambda out: None,
 ) -> Comparison:
-    """`forks` starts the processes, of all cells."""
+    """`forks` starts the processes, of all cells; `begun` is told the folder when it is there."""
     if grid.engine == "ray":
         find_ray()
     out = out or _new_folder(grid.recipe)
@@ -113,6 +114,7 @@ def run_grid(
     folder = RunFolder(out)
     with folder.locked(), fork_server(grid.engine, forks) as forks:
         folder.write_json(grid_file(out), dataclasses.asdict(grid))
+        begun(out)
         return _Comparing(grid, out, configs, subject, forks).run(left_out, target)
 
 

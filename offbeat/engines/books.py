@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from offbeat.run.events import EventLog
+from offbeat.run.places import place_of_process
 from offbeat.run.rundir import RunFolder
 
 
@@ -12,7 +13,7 @@ class Books:
         self._folder = folder
         self._events = EventLog.create(folder.events, "engine")
         self._clock = clock
-        self.record("start")
+        self.record("start", **place_of_process())
 
     def record(self, phase: str, **more: Any) -> None:
         self._events.record("run", phase=phase, at_s=self._clock(), **more)

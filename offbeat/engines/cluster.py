@@ -10,7 +10,7 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -70,6 +70,7 @@ class ClusterEngine(ThreadEngine):
             generation=incarnation,
             model=rank_0,
             summaries=self._summaries,
+            orders=self._orders,
             connect_timeout_s=endpoint.start_timeout_s,
             patience=Patience(
                 job.config.workers,
@@ -92,6 +93,9 @@ class ClusterEngine(ThreadEngine):
         for evaluator in self._evaluators:
             evaluator.start()
             self._watch(evaluator.is_alive)
+
+    def _ranks_here(self) -> Collection[int]:
+        return (0,)  # the others are somebody else's processes
 
     def _failed_elsewhere(self, line: str) -> None:
         """A worker's loss is no number any more: the run is to stop."""

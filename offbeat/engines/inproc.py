@@ -5,7 +5,7 @@ evaluator scores it.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from offbeat.engines.base import status_of
 from offbeat.engines.threads import ThreadEngine
@@ -53,6 +53,7 @@ class InprocEngine(ThreadEngine):
             journal=self.folder.journal,
             owns_process=False,
             summaries=self._summaries,
+            orders=self._orders,
         )
         self._servers = [
             self._make(make_context(stop=self._over, listener=listener), "ps", index)
@@ -88,6 +89,9 @@ class InprocEngine(ThreadEngine):
         self._let_go()
         others = [*self._servers, *started, *self._evaluators]
         self._watch(lambda: any(thread.is_alive() for thread in others))
+
+    def _ranks_here(self) -> Collection[int]:
+        return range(self.job.config.workers)
 
     def _is_opened(self) -> bool:
         return bool(self._master.progress()["opened"])

@@ -17,8 +17,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from offbeat.data.shared import share
 from offbeat.engines.forkserver import ForkServer, role_environment
@@ -88,6 +89,14 @@ class LocalEngine(SupervisedEngine):
         self._forget_meetings()
         self._sockets.close()
         os.close(self._data)
+
+    def _hear(self, process: Process, message: Mapping[str, Any]) -> None:
+        if "placed" in message:
+            member = process.member
+            crew = {"crew": member.ranks} if len(member.ranks) > 1 else {}
+            where = {"role": member.role, "index": member.index, **crew, **message["placed"]}
+            self._record("placed", **where)
+        super()._hear(process, message)
 
     def _spawn(self, process: Process) -> None:
         ours, theirs = socket.socketpair()

@@ -14,6 +14,7 @@ from offbeat.cluster.endpoint import Endpoint
 from offbeat.engines.base import REFRESH_S, STOPPING, Engine
 from offbeat.engines.books import Books
 from offbeat.engines.cluster import MasterNetwork, status_of_master
+from offbeat.engines.ordered import OrderTaker
 from offbeat.errors import ModelError, ScriptEndedError, ScriptRefusedError, StepError, in_a_line
 from offbeat.loops.description import Description
 from offbeat.loops.running import run_script
@@ -21,6 +22,7 @@ from offbeat.loops.seat import Seat
 from offbeat.roles.context import FolderRecords, Progress
 from offbeat.roles.master import Patience
 from offbeat.run.job import Job
+from offbeat.run.orders import STOP, Order, Standing
 from offbeat.run.progress import Display, Status
 from offbeat.run.rundir import RunFolder, num_cores
 from offbeat.transport.base import Network
@@ -53,10 +55,18 @@ class ScriptedEngine(Engine):
         self._progress: Callable[[], Progress] = dict
         self._records = FolderRecords(folder)
         self._over = threading.Event()
+        self._orders = Standing()
 
     def run(self) -> None:
         books = Books(self.folder, self.clock)
-        looking = threading.Thread(target=self._look, name="looking", daemon=True)
+        taker = OrderTaker(
+            self.job,
+            self.folder,
+            record=books.record,
+            carry_out=self._carry_out,
+            ranks=lambda: (0,),  # the others are somebody else's processes
+        )
+        looking = threading.Thread(target=self._look, args=(taker,), name="looking", daemon=True)
         looking.start()
         try:
             self._run_script()
@@ -69,6 +79,13 @@ class ScriptedEngine(Engine):
 
     def stop(self) -> None:
         self._stop.set()
+
+    def _carry_out(self, order: Order) -> None:
+        self.display.notice(f"asked for: {order.words}")
+        if order.what == STOP:
+            self.stop()
+        else:
+            self._orders.tell({"order": order.to_json()})
 
     def _run_script(self) -> None:
         config = self.job.config
@@ -112,6 +129,7 @@ class ScriptedEngine(Engine):
             reports=self._report,
             folder=self.folder,
             connect_timeout_s=start_s,
+            orders=self._orders,
             patience=Patience(
                 config.workers,
                 start_s=start_s,
@@ -140,8 +158,9 @@ class ScriptedEngine(Engine):
     def _report(self, progress: Callable[[], Progress]) -> None:
         self._progress = progress
 
-    def _look(self) -> None:
-        """Beside the script: show how far it is, and have what happened written down."""
+    def _look(self, taker: OrderTaker) -> None:
+        """Beside the script: show how far it is, have what happened written down, and what was
+        asked for done."""
         has_said = False
         while not self._over.wait(REFRESH_S):
             if self._stop.is_set() and not has_said:
@@ -149,6 +168,7 @@ class ScriptedEngine(Engine):
                 self.display.notice(STOPPING)
             self.display.update(self.status())
             self._records.flush()
+            taker.look()
 
     def status(self) -> Status:
         found = {"version": 0, "loss": None, "staleness": None, "opened": False}

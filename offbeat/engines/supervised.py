@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from offbeat.engines.base import REFRESH_S, STOPPING, Engine, status_of
 from offbeat.engines.books import Books
+from offbeat.engines.ordered import OrderTaker
 from offbeat.engines.supervisor import (
     Blame,
     GiveUp,
@@ -29,6 +30,7 @@ from offbeat.engines.supervisor import (
 from offbeat.errors import NonFiniteLossError, RoleError, ScriptEndedError, ScriptRefusedError
 from offbeat.roles.context import Progress
 from offbeat.run.job import Job
+from offbeat.run.orders import CHECKPOINT, STOP, Order
 from offbeat.run.progress import Display, Status
 from offbeat.run.rundir import RunFolder, role_name
 
@@ -122,6 +124,8 @@ class SupervisedEngine(Engine):
         self._selector = selectors.DefaultSelector()
         self._stop = threading.Event()
         self._books: Books | None = None
+        self._standing: list[Order] = []
+        """Orders that hold for whoever takes a role's place, too."""
 
     # -- what an engine has of its own ---------------------------------------------------------
 
@@ -159,12 +163,20 @@ class SupervisedEngine(Engine):
 
     def run(self) -> None:
         self._books = Books(self.folder, self.clock)
+        orders = OrderTaker(
+            self.job,
+            self.folder,
+            record=self._record,
+            carry_out=self._carry_out,
+            ranks=lambda: [rank for m in self._supervisor.members for rank in m.ranks],
+        )
         try:
             self._prepare()
             self._write_cluster()
             self._start_due()
             while any(process.running for process in self._processes.values()):
                 self._go_on()
+                orders.look()
         except KeyboardInterrupt:
             if self.interrupted:  # the second one: whoever called this is to end as well
                 raise
@@ -183,6 +195,16 @@ class SupervisedEngine(Engine):
     def stop(self) -> None:
         self.interrupted = True
         self._stop.set()
+
+    def _carry_out(self, order: Order) -> None:
+        self.display.notice(f"asked for: {order.words}")
+        if order.what == STOP:
+            self.stop()
+            return
+        if order.what != CHECKPOINT:
+            self._standing.append(order)
+        for process in self._processes.values():
+            process.tell({"order": order.to_json()})
 
     def _go_on(self) -> None:
         """Listen for a moment, then look after everybody. The first Ctrl-C stops the run, the
@@ -255,6 +277,8 @@ class SupervisedEngine(Engine):
     def _attach(self, process: Process, line: socket.socket) -> None:
         process.line = line
         self._watch(line, lambda: self._listen(process))
+        for order in self._standing:
+            process.tell({"order": order.to_json()})
 
     def _watch(self, line: socket.socket, react: Callable[[], None]) -> None:
         self._selector.register(line, selectors.EVENT_READ, react)

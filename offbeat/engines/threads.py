@@ -4,16 +4,18 @@ them are, and `cluster`, which has the master and the evaluator here."""
 import gc
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from offbeat.engines.base import REFRESH_S, STOPPING, Engine
 from offbeat.engines.books import Books
+from offbeat.engines.ordered import OrderTaker
 from offbeat.errors import NonFiniteLossError, OffbeatError, StepError, in_a_line
 from offbeat.roles.context import Context, FolderRecords, Progress
 from offbeat.roles.run import Role, make_role
 from offbeat.run.job import Job
+from offbeat.run.orders import STOP, Order, Standing
 from offbeat.run.progress import Display
 from offbeat.run.rundir import RunFolder, role_name
 from offbeat.run.tensorboard import Summaries
@@ -69,6 +71,8 @@ class ThreadEngine(Engine):
         self._records = FolderRecords(folder)
         self._summaries = Summaries(job, folder, self._records.log("master"), clock)
         self._threads: list[RoleThread] = []
+        self._orders = Standing()
+        self._taker: OrderTaker | None = None
 
     @abstractmethod
     def _go(self) -> None:
@@ -77,6 +81,13 @@ class ThreadEngine(Engine):
     def run(self) -> None:
         threads_before = torch.get_num_threads()
         books = Books(self.folder, self.clock)
+        self._taker = OrderTaker(
+            self.job,
+            self.folder,
+            record=books.record,
+            carry_out=self._carry_out,
+            ranks=self._ranks_here,
+        )
         try:
             self._go()
         except KeyboardInterrupt:
@@ -90,6 +101,18 @@ class ThreadEngine(Engine):
 
     def stop(self) -> None:
         self._stop.set()
+
+    @abstractmethod
+    def _ranks_here(self) -> Collection[int]:
+        """The workers that are threads of this process."""
+
+    def _carry_out(self, order: Order) -> None:
+        self.display.notice(f"asked for: {order.words}")
+        if order.what == STOP:
+            self.interrupted = True
+            self.stop()
+        else:
+            self._orders.tell({"order": order.to_json()})
 
     def _make(self, context: Context, role: str, index: int = 0) -> RoleThread:
         name = role_name(role, index)
@@ -106,6 +129,8 @@ class ThreadEngine(Engine):
                 self.display.update(self.status())
                 tick.wait(REFRESH_S)
                 self._records.flush()
+                if self._taker is not None:
+                    self._taker.look()
             except KeyboardInterrupt:
                 if self.interrupted:
                     raise

@@ -88,7 +88,12 @@ class Loop:
             self._stop = self._books.closed
         self._events = seat.records.events(role_name("worker", seat.rank))
         self._faults = make_faults(
-            seat.config, seat.rank, seat.incarnation, clock=seat.clock, stop=self._stop
+            seat.config,
+            seat.rank,
+            seat.incarnation,
+            clock=seat.clock,
+            stop=self._stop,
+            orders=seat.orders,
         )
         self.step_number = 0
         self.num_steps = 0
@@ -129,6 +134,7 @@ class Loop:
             folder=seat.folder,
             connect_timeout_s=seat.connect_timeout_s,
             patience=seat.patience,
+            orders=seat.orders,
         )
         summaries = LoopSummaries(
             self._job, seat.folder, seat.log, seat.clock, self._optimizer.param_groups
@@ -164,7 +170,8 @@ class Loop:
 
     def step(self) -> None:
         """Push what is in the parameters' gradients, and have the parameters show the reply."""
-        if self._stop.is_set():  # where a person stops a worker nobody drains its servers
+        is_asked = self._seat.rank in self._seat.orders.stopped
+        if is_asked or self._stop.is_set():  # nobody drains the servers of one worker
             self._seat.log.info("told to stop")
             raise StoppedError(0)
         self.step_number += 1

@@ -16,6 +16,7 @@ from offbeat.roles.context import FolderRecords
 from offbeat.roles.control import Control
 from offbeat.roles.process import logged, run_in_folder
 from offbeat.run.addresses import ClusterNetwork, Home
+from offbeat.run.places import place_of_process
 from offbeat.run.rundir import RunFolder, num_cores, role_name
 
 
@@ -53,6 +54,7 @@ def _run_script(
     name = "master" if rank == 0 else role_name("worker", rank)
     records = FolderRecords(folder, {name: log, role_name("worker", rank): log})
     control.flush = records.flush
+    control.tell({"placed": place_of_process()})
 
     def agree(mine: Description) -> Description:
         if rank == 0 and not folder.model.exists():
@@ -73,6 +75,7 @@ def _run_script(
         reports=control.reports,
         folder=folder,
         is_shown=rank == 0,
+        orders=control.orders,
     )
     try:
         run_script(here, script, config.threads or max(1, num_cores() // config.workers))

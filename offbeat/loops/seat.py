@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from offbeat.roles.context import Progress, Records
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S
 from offbeat.roles.master import Patience
 from offbeat.run.job import Job
+from offbeat.run.orders import Standing
 from offbeat.run.rundir import RunFolder
 from offbeat.transport.base import Network
 
@@ -71,6 +72,8 @@ class Seat:
     """The run's, for rank 0."""
     is_shown: bool = True
     """Whether a person sees what the script prints."""
+    orders: Standing = field(default_factory=Standing)
+    """What somebody who looks on has asked for."""
     patience: Patience | None = None
     """Rank 0's, where nobody starts workers again."""
     connect_timeout_s: float = CONNECT_TIMEOUT_S

@@ -98,6 +98,9 @@ def _figures(record: Record, reached: tuple[str, str] | None) -> Section:
         ("gradients that are in no checkpoint", str(totals.not_kept)),
         ("restarts", ", ".join(f"{who} at {short(s)} s" for s, who in record.restarts) or "0"),
     ]
+    if record.orders:
+        asked = ", ".join(f"{words} at {short(s)} s" for s, words in record.orders)
+        rows.append(("asked for meanwhile", asked))
     rows += [] if reached is None else [reached]
     if (clipped := record.clipped()) is not None:
         rows.append(

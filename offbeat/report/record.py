@@ -216,6 +216,8 @@ class Record:
     """Why it failed, or ended early."""
     restarts: list[tuple[float, str]] = field(default_factory=list)
     """When, and who."""
+    orders: list[tuple[float, str]] = field(default_factory=list)
+    """When somebody who looked on asked for what, and it was done."""
     committed_s: dict[int, float] = field(default_factory=dict)
     """When the checkpoint of each version was there."""
     books: list[dict[str, Any]] = field(default_factory=list)
@@ -287,6 +289,8 @@ class Record:
                 self.restarts.append((event["at_s"], " and ".join(names)))
             case "books":
                 self.books = event["shards"]
+            case "order" if not event.get("refused"):
+                self.orders.append((event["at_s"], event["words"]))
             case "checkpoint":
                 self.committed_s[event["version"]] = event["at_s"]
             case "start" if event["at_s"] > self.end_s:  # resumed: what it came to is not known yet

@@ -9,7 +9,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from offbeat.roles.exchange import CONNECT_TIMEOUT_S
 from offbeat.roles.master import Patience
 from offbeat.run.events import EventLog, Sink
 from offbeat.run.job import Job
+from offbeat.run.orders import Standing
 from offbeat.run.rundir import RunFolder, close_log
 from offbeat.run.tensorboard import Summaries
 from offbeat.transport.base import Listener, Network
@@ -147,5 +148,7 @@ class Context:
     begins_at_once: bool = False
     """For a master: rank 0 does not wait until the servers are open. They are this run's for sure,
     and the other workers do not wait for the first checkpoint either."""
+    orders: Standing = field(default_factory=Standing)
+    """For workers and the master: what somebody who looks on has asked of them."""
     patience: Patience | None = None
     """For a master whose workers nobody starts again."""

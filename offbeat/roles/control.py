@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offbeat.errors import StepError, in_a_line
+from offbeat.run.orders import Standing
 
 CONTROL_VARIABLE = "OFFBEAT_CONTROL_FD"
 DATA_VARIABLE = "OFFBEAT_DATA_FD"
@@ -40,6 +41,8 @@ class Control:
         """Called with every report, for what has to be written down from time to time."""
         self.told: Callable[[dict[str, Any]], None] = lambda message: None
         """Is given every line of the engine's."""
+        self.orders = Standing()
+        """What the engine passed on of them, from its first line on."""
         self.patience_s = 0.0
         """How long to wait for the master to end things in order when the engine is gone."""
         self._line = line
@@ -110,6 +113,7 @@ class Control:
             return False
         *lines, self._unread = (self._unread + received).split(b"\n")
         for message in map(json.loads, lines):
+            self.orders.tell(message)
             self.told(message)
             if message.get("stop"):
                 self.stop.set()

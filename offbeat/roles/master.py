@@ -47,6 +47,7 @@ from offbeat.run.checkpoint import (
 )
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
+from offbeat.run.orders import Standing
 from offbeat.run.rundir import RunFolder
 from offbeat.shard import ShardState
 from offbeat.transport.base import CallEnd, Layout, Message, Network, keep_trying
@@ -220,10 +221,12 @@ class Master:
         watch: Callable[[Sequence[Status]], None] = lambda statuses: None,
         patience: "Patience | None" = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        orders: Standing | None = None,
     ) -> None:
         """`model` has the initial weights; they are copied here, before anybody trains it. `watch`
         is shown the servers when they are opened, and several times a second from then on. Without
-        `patience` every worker is waited for: somebody else starts those again that die."""
+        `patience` every worker is waited for: somebody else starts those again that die. `orders`
+        are those of somebody who looks on."""
         self.job = job
         self.log = log
         self.opened = threading.Event()
@@ -240,6 +243,9 @@ class Master:
         self._watch = watch
         self._patience = patience
         self._connect_timeout_s = connect_timeout_s
+        self._orders = orders or Standing()
+        self._wants_now = False
+        """A checkpoint was asked for, and is not there yet."""
         is_locked = job.config.chosen.kind.locked
         self._falls = Falls(folder, 1 if is_locked else job.config.workers)
         self._last_versions: list[int] = []
@@ -324,15 +330,21 @@ class Master:
             return all(reached) or not present
         finished = frozenset.intersection(*(status.finished for status in statuses))
         if self._patience is None:
-            return finished.issuperset(range(self.job.config.workers))
+            gone = self._orders.stopped - present
+            self._leave_out(statuses, gone)
+            return (finished | gone).issuperset(range(self.job.config.workers))
         self._patience.look(present, finished)
+        self._leave_out(statuses, self._patience.given_up())
+        return budget is None and self._patience.is_done()
+
+    def _leave_out(self, statuses: Sequence[Status], workers: Collection[int]) -> None:
+        """Nobody is to wait for these, as far as they are away."""
         for server, status in zip(self._servers, statuses, strict=True):
-            if away := status.awaited & self._patience.given_up():
+            if away := status.awaited.intersection(workers):
                 try:
                     server.leave_out(sorted(away))
                 except ConnectionClosedError as error:  # the next look brings that server back
                     self.log.warning("server %d: %s", server.index, error)
-        return budget is None and self._patience.is_done()
 
     def _tell_falls(self, statuses: Sequence[Status]) -> None:
         """Have the learning rate fall, where scores say so, at one version everywhere; not in a run
@@ -349,9 +361,12 @@ class Master:
                 server.fall(self._falls.versions)
 
     def _look_for_snapshots(self, statuses: Sequence[Status]) -> None:
+        if self._orders.checkpoint.is_set():
+            self._orders.checkpoint.clear()
+            self._wants_now, self._wanted = True, None
         if self._wanted is None:
-            newest = max(status.version for status in statuses)
-            self._wanted = self._next_due(newest + self._ahead)
+            soon = max(status.version for status in statuses) + self._ahead
+            self._wanted = soon if self._wants_now else self._next_due(soon)
             if self._wanted is not None:
                 for server in self._servers:
                     server.want(self._wanted)
@@ -359,7 +374,7 @@ class Master:
             snapshots = [server.take() for server in self._servers]
             self._wanted = None
             if self._may_commit(snapshots):
-                self._ahead = 1
+                self._ahead, self._wants_now = 1, False
                 self._try_to_commit(snapshots)
             else:
                 self._ahead *= 2

@@ -25,6 +25,7 @@ from offbeat.roles.run import run_role
 from offbeat.run.addresses import Cluster, ClusterNetwork, Home
 from offbeat.run.job import Facts, Job
 from offbeat.run.making import rejoin_job
+from offbeat.run.places import place_of_process
 from offbeat.run.rundir import RunFolder, close_log, role_name
 from offbeat.run.tensorboard import Summaries
 from offbeat.transport.base import Listener
@@ -86,6 +87,7 @@ def run_in_folder(
     records = FolderRecords(folder, {name: log, "worker-0": log})  # rank 0 is the master's
     others = job.crew(index)[1:] if role in ("master", "worker") else ()
     names = [name, *(role_name("worker", rank) for rank in others)]
+    control.tell({"placed": place_of_process()})
     for each in names:
         records.log(each).info("process %d is %s", os.getpid(), " and ".join(names))
     summaries = Summaries(job, folder, log, cluster.clock)
@@ -107,6 +109,7 @@ def run_in_folder(
         listener=_listen(home, job, index, control) if role == "ps" else None,
         summaries=summaries,
         begins_at_once=True,
+        orders=control.orders,
     )
     try:
         run_role(context, role, index)

@@ -177,6 +177,7 @@ class WorkerRole(Role):
             ),
             say=context.say,
             connect_timeout_s=context.connect_timeout_s,
+            orders=context.orders,
         )
 
     def run(self) -> None:
@@ -307,6 +308,7 @@ class Books:
             watch=self._look,
             patience=context.patience,
             connect_timeout_s=context.connect_timeout_s,
+            orders=context.orders,
         )
         self._norms = (
             Norms(context.job, context.network, log=self._master.log, clock=context.clock)

@@ -42,6 +42,7 @@ from offbeat.roles.keeping import Keeper
 from offbeat.roles.peers import Peers
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
+from offbeat.run.orders import Standing
 from offbeat.run.tensorboard import StepSummaries
 from offbeat.towers import Towers
 from offbeat.transport.base import Network
@@ -108,11 +109,13 @@ class Worker:
         keeper: Keeper | None = None,
         say: Callable[[str], None] | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        orders: Standing | None = None,
     ) -> None:
         """`seeds_torch`: the process is this worker's alone, so that what the forward pass draws
         from torch's own generator can be made to depend on nothing but seed, rank and step; what a
         captured step draws always does. `keeper`: where it keeps what no server has; None: nowhere.
-        `say` shows the user the lines that --log-every asks for."""
+        `say` shows the user the lines that --log-every asks for; `orders` are those of somebody who
+        looks on."""
         self.job = job
         self.rank = rank
         self.towers = towers
@@ -155,7 +158,10 @@ class Worker:
         self._say = say if job.config.log_every else None
         self._said = (0.0, 0, 0)
         """When a line was shown last, after how many steps and examples."""
-        self._faults = make_faults(job.config, rank, incarnation, clock=clock, stop=stop)
+        self._orders = orders or Standing()
+        self._faults = make_faults(
+            job.config, rank, incarnation, clock=clock, stop=stop, orders=self._orders
+        )
         self._events = events
         self._clock = clock
         self._stop = stop
@@ -261,6 +267,9 @@ class Worker:
 
     @property
     def _is_to_leave(self) -> bool:
+        if self.rank in self._orders.stopped:
+            self.log.info("asked to stop")
+            return True
         return self._stop.is_set() or self._exchange.is_last
 
     def _push(

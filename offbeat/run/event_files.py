@@ -75,7 +75,7 @@ class EventFile:
 def free_path(path: Path) -> Path:
     """This one, or the next free number behind the name: a process that was killed may have left
     half a line, so whoever takes its place begins a file of its own."""
-    name, first = _in_time(path.name)
+    name, first = in_time(path.name)
     for number in itertools.count(first):
         path = path.with_name(f"{name}.{number}.jsonl" if number else f"{name}.jsonl")
         if not path.exists() and not archive_path(path).exists():
@@ -94,7 +94,7 @@ def event_files(folder: Path, pattern: str) -> list[Path]:
     A file that is archived meanwhile may escape who goes through the folder, under both its names;
     but only once, and so not twice in a row."""
     found = {*_names(folder), *_names(folder)}
-    return [folder / n for n in sorted(found, key=_in_time) if fnmatchcase(n, pattern)]
+    return [folder / n for n in sorted(found, key=in_time) if fnmatchcase(n, pattern)]
 
 
 def _names(folder: Path) -> set[str]:
@@ -102,7 +102,7 @@ def _names(folder: Path) -> set[str]:
     return {path.name.removesuffix(ARCHIVED) for path in found}
 
 
-def _in_time(name: str) -> tuple[str, int]:
+def in_time(name: str) -> tuple[str, int]:
     """NAME.jsonl, then what came after it: NAME.1.jsonl, NAME.2.jsonl, ..."""
     stem, _, number = name.removesuffix(".jsonl").partition(".")
     return stem, int(number) if number.isdecimal() else 0

@@ -21,8 +21,10 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
            0's script, which counts nothing: higher_is_better, by their names, since nobody knew of
            them before
     run    phase: start, restart (role, index, reason, and the ranks of a crew that shared the
-           process), placed (on Ray: role, index, node, host, pid) and end (status, reason) by the
-           engine;
+           process), placed (role, index, host, pid, on Ray node, else began, by which a process is
+           known from another one of that number; start has these too, of the engine's own), order
+           (what somebody who looks on asked for: what, worker, factor, words; refused: why it was
+           not done) and end (status, reason) by the engine;
            checkpoint (version; shards: of each its version, and the SHA-256 of its file) and
            books (shards: version and accounts, as in the last checkpoint; see ledger.py) by the
            master; load (shard, epoch, version) by a server;
@@ -43,10 +45,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from offbeat.run.archive import parsed, read_archive
-from offbeat.run.event_files import EventFile, archive_path, event_files
+from offbeat.run.event_files import EventFile, archive_path, event_files, in_time
 
 READ_AT_ONCE = 1000
 """Lines."""
+LINE_BYTES = 250
+"""About as long as an event was before it was archived."""
 
 
 class Sink(Protocol):
@@ -120,15 +124,22 @@ def read_events(folder: Path, names: str = "*") -> Iterator[dict[str, Any]]:
 
 class Followed:
     """The events that are written from now on into the files of a folder whose names are like
-    `pattern`, which are those that files have before they are archived. Used by one thread."""
+    `pattern`, which are those that files have before they are archived; `from_start`: those that
+    are there already, too. Used by one thread."""
 
-    def __init__(self, folder: Path, pattern: str) -> None:
+    def __init__(self, folder: Path, pattern: str, *, from_start: bool = False) -> None:
         self._folder = folder
         self._pattern = pattern
-        self._places: dict[Path, _Place] = {}
-        for path in event_files(folder, pattern):
-            place = self._places[path] = _Place(path)
-            place.pass_over()
+        self._known: dict[Path, _Place] = {}
+        self._reached_s: dict[str, float] = {}
+        """By each role's name, whose files come one after the other."""
+        if not from_start:
+            for place in self._places().values():
+                place.pass_over()
+
+    def _places(self) -> dict[Path, "_Place"]:
+        paths = event_files(self._folder, self._pattern)
+        return {path: self._known.setdefault(path, _Place(path)) for path in paths}
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Those that are new, file by file; a line that is not whole yet is left for later."""
@@ -137,10 +148,27 @@ class Followed:
 
     def read_files(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """The same, with the name of each file that has any."""
-        for path in event_files(self._folder, self._pattern):
-            place = self._places.setdefault(path, _Place(path))
+        for path, place in self._places().items():
             if events := place.read():
                 yield path.name, events
+
+    def read_some(self, num_bytes: int) -> list[dict[str, Any]]:
+        """About so many bytes of those that are new, of the role that is furthest behind in time:
+        so all come to the same moment together. Nothing, when nothing is new."""
+        behind = [(*in_time(p.name), place) for p, place in self._places().items() if place.unread]
+        behind.sort(key=lambda each: (self._reached_s.get(each[0], -1.0), *each[:2]))
+        for name, _, place in behind:
+            if events := place.read(num_bytes):
+                self._reached_s[name] = moment_of(events[-1]) or self._reached_s.get(name, -1.0)
+                return events
+        return []
+
+    @property
+    def share_read(self) -> float:
+        """Of all that is there."""
+        places = self._places().values()
+        total = sum(place.size for place in places)
+        return 1.0 - sum(place.unread for place in places) / total if total else 1.0
 
 
 class _Place:
@@ -150,7 +178,23 @@ class _Place:
         self._path = path
         self._offset = 0
         self._num_events = 0
+        self._archived: Iterator[dict[str, Any]] | None = None
+        """What is still to be read of it, once it is."""
         self._is_over = False
+
+    @property
+    def size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return archive_path(self._path).stat().st_size
+
+    @property
+    def unread(self) -> int:
+        """How many bytes are new; of an archive all are until it is through."""
+        if self._is_over:
+            return 0
+        return self.size - (self._offset if self._path.exists() else 0)
 
     def pass_over(self) -> None:
         """All that is there, without looking at it: an archive is not added to."""
@@ -159,26 +203,41 @@ class _Place:
         except FileNotFoundError:
             self._is_over = True
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self, num_bytes: int = -1) -> list[dict[str, Any]]:
+        """What is new, or about so much of it."""
         if self._is_over:
             return []
-        try:
-            whole = self._lines()
-        except FileNotFoundError:
-            self._is_over = True
-            events = read_archive(archive_path(self._path))
-            return list(itertools.islice(events, self._num_events, None))
-        lines = whole.decode(errors="replace").split("\n")[:-1]
-        self._num_events += len(lines)
-        return parsed(lines)
+        if self._archived is None:
+            try:
+                whole = self._lines(num_bytes)
+            except FileNotFoundError:
+                events = read_archive(archive_path(self._path))
+                self._archived = itertools.islice(events, self._num_events, None)
+            else:
+                lines = whole.decode(errors="replace").split("\n")[:-1]
+                self._num_events += len(lines)
+                return parsed(lines)
+        wanted = None if num_bytes < 0 else max(1, num_bytes // LINE_BYTES)
+        found = list(itertools.islice(self._archived, wanted))
+        self._is_over = wanted is None or len(found) < wanted
+        return found
 
-    def _lines(self) -> bytes:
-        """Those that are new and whole."""
+    def _lines(self, num_bytes: int = -1) -> bytes:
+        """Those that are new and whole; at least one, if there is one."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
+            found = file.read(num_bytes)
+            if len(found) == num_bytes and b"\n" not in found:
+                found += file.readline()
+        whole, newline, _ = found.rpartition(b"\n")
         self._offset += len(whole + newline)
         return whole + newline
+
+
+def moment_of(event: dict[str, Any]) -> float | None:
+    """When it happened, as far as it says so."""
+    at_s = next((event[k] for k in ("at_s", "received_s", "start_s") if k in event), None)
+    return float(at_s) if isinstance(at_s, int | float) else None
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -18,13 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from offbeat.config import TrainConfig, make_config
 from offbeat.errors import RoleError, RunDirError
 from offbeat.version import __version__
+
+if TYPE_CHECKING:  # whoever only looks at a run's folder does without
+    import torch
 
 MEETING = "meeting"
 ALWAYS = 1000
@@ -61,6 +62,8 @@ class RunFolder:
         self.best_score = path / "best.json"
         self.initial = path / "init.safetensors"
         """What the run began from, with --init."""
+        self.orders = path / "orders"
+        """What somebody who looks on asks of the run; its engine takes them from there."""
         self.tensorboard = path / "tensorboard"
         self.summary = path / "summary.json"
 
@@ -212,7 +215,7 @@ def create_run_folder(config: TrainConfig) -> RunFolder:
 
 
 def describe_run(
-    config: TrainConfig, devices: Iterable[torch.device] = (), **more: Any
+    config: TrainConfig, devices: "Iterable[torch.device]" = (), **more: Any
 ) -> dict[str, Any]:
     """What config.json says: the options, `more`, and where and how it was started; `devices` are
     those of this machine that the run uses."""
@@ -251,6 +254,8 @@ def _default_name(config: TrainConfig) -> str:
 
 
 def _environment() -> dict[str, Any]:
+    import torch
+
     return {
         "offbeat": __version__,
         "python": platform.python_version(),
@@ -281,7 +286,9 @@ def _cpu_name() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def _gpu_names(devices: Iterable[torch.device]) -> dict[str, str]:
+def _gpu_names(devices: "Iterable[torch.device]") -> dict[str, str]:
+    import torch
+
     return {str(d): torch.cuda.get_device_name(d) for d in devices if d.type == "cuda"}
 
 

@@ -17,13 +17,12 @@ import os
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +45,7 @@ from offbeat.transport.base import (
     WorkerEnd,
 )
 from offbeat.transport.boxes import IN_ORDER, Box
+from offbeat.transport.owners import same_user_here
 from offbeat.transport.security import OPEN, Terms, admit, introduce, prepare
 from offbeat.transport.wire import (
     ANSWER,
@@ -457,7 +457,7 @@ class SocketListener(Listener):
             if inline and self.terms.token is not None:
                 known = True  # as soon as it has proved it
             else:
-                known = _same_user_here(accepted) if inline else _same_user(accepted)
+                known = same_user_here(accepted) if inline else _same_user(accepted)
             if inline:
                 prepare(accepted, self.terms)
         except OSError:  # it is gone again
@@ -694,32 +694,3 @@ def _same_user(sock: socket.socket) -> bool:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
     return bool(uid == os.getuid())
-
-
-def _same_user_here(sock: socket.socket) -> bool:
-    """Whether the process at the other end of a TCP connection within this machine belongs to this
-    user, or to root; True where the system does not tell."""
-    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    ours, theirs = _in_table(sock.getsockname()), _in_table(sock.getpeername())
-    owners: dict[tuple[str, str], int] = {}
-    for table in tables:
-        with contextlib.suppress(OSError):
-            for line in table.read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[9] != "0":  # that has no owner any more
-                    owners[fields[1], fields[2]] = int(fields[7])
-    if (ours, theirs) not in owners:
-        return True
-    return owners.get((theirs, ours)) in (os.getuid(), 0)
-
-
-def _in_table(address: tuple[Any, ...]) -> str:
-    """An address as /proc/net/tcp has it: words of four bytes in the machine's order, then the
-    port."""
-    host, port = str(address[0]).partition("%")[0], int(address[1])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    raw = socket.inet_pton(family, host)
-    words = [raw[i : i + 4] for i in range(0, len(raw), 4)]
-    if sys.byteorder == "little":
-        words = [word[::-1] for word in words]
-    return f"{b''.join(words).hex().upper()}:{port:04X}"

@@ -191,7 +191,9 @@ def who_is_called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         called.append(("ps", index))
         return False
 
-    def lead(endpoint: Endpoint, given: Any, from_file: Any, resume: str | None) -> None:
+    def lead(
+        endpoint: Endpoint, given: Any, from_file: Any, resume: str | None, callbacks: Any
+    ) -> None:
         called.append(("master", given))
         raise KeyboardInterrupt
 

@@ -30,6 +30,7 @@ from offbeat.errors import ConfigError, NonFiniteLossError, RecipeError, RunDirE
 from offbeat.roles.control import Control
 from offbeat.roles.faults import make_faults
 from offbeat.run.events import read_events
+from offbeat.run.orders import Standing
 from offbeat.run.progress import Status, make_overview, minutes
 from offbeat.scripts import change_of, describe_script
 
@@ -574,7 +575,7 @@ class Watched(threading.Event):
         (0, 0, [], False, 2.0),
         (1, 0, [6.0], True, 2.0),
         (1, 1, [6.0], False, 2.0),
-        (2, 0, [0.0], True, -20.0),
+        (2, 0, [], True, -20.0),
     ],
 )
 def test_faults_are_injected_into_the_workers_that_are_named_and_no_other(
@@ -608,6 +609,19 @@ def test_faults_are_injected_into_the_workers_that_are_named_and_no_other(
     gradient = [torch.full((3,), 2.0), torch.full((1,), 2.0)]
     faults.pushing(gradient)
     assert torch.cat(gradient).tolist() == [pushed] * 4
+
+
+def test_who_looks_on_slows_a_worker_down_in_the_midst_of_it() -> None:
+    stop, orders = Watched(), Standing()
+    config = make_config({"workers": 2, "slow_worker": "1:3x"})
+    for rank in (0, 1):
+        faults = make_faults(config, rank, 0, clock=lambda: 2.0, stop=stop, orders=orders)
+        faults.computed(1.0, prepare_s=0.0)
+        orders.tell({"order": {"what": "slow", "worker": rank, "factor": 5}})
+        faults.computed(1.0, prepare_s=0.0)
+        orders.tell({"order": {"what": "slow", "worker": rank, "factor": 1}})
+        faults.computed(1.0, prepare_s=0.0)
+    assert stop.waits == [4.0, 2.0, 4.0], "and then it is as quick as it can be"
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,8 +76,11 @@ class Browser:
         return message
 
     def open(self, path: Path) -> None:
+        self.visit(path.as_uri())
+
+    def visit(self, url: str) -> None:
         self.heard.clear()
-        self.ask("Page.navigate", url=path.as_uri())
+        self.ask("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.heard):
             self.heard.append(self._receive())
 
@@ -90,6 +95,30 @@ class Browser:
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def until(self, expression: str, within_s: float = 10.0) -> Any:
+        """Wait for something to be true of the page; returns what it was then."""
+        deadline_s = time.monotonic() + within_s
+        while not (found := self.evaluate(expression)):
+            assert time.monotonic() < deadline_s, expression
+            threading.Event().wait(0.02)
+        return found
+
+    def press(self, selector: str) -> None:
+        """As with the mouse: where it is shown, and can be pressed."""
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).scrollIntoView()")
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = self.evaluate(f"(box => [box.x + box.width / 2, box.y + box.height / 2])({box})")
+        for kind in ("mousePressed", "mouseReleased"):
+            about = {"button": "left", "clickCount": 1, "x": x, "y": y}
+            self.ask("Input.dispatchMouseEvent", type=kind, **about)
+
+    def key(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key)
+
+    def type(self, text: str) -> None:
+        self.ask("Input.insertText", text=text)
 
     def screenshot(self, path: Path) -> None:
         taken = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
