@@ -240,6 +240,7 @@ def test_the_token_is_asked_once(guarded: PageServer) -> None:
         TOKEN.decode(),
         "\x00" * 100,
     ],
+    ids=["none", "a word", "another token", "old", "early", "changed", "the token", "zeros"],
 )
 def test_a_wrong_pass_is_sent_away(guarded: PageServer, found: str) -> None:
     status, headers, _ = ask(guarded, "/login", "POST", found or "0", **own(guarded))
