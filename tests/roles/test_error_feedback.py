@@ -75,6 +75,7 @@ class Line(WorkerEnd):
         self.reply_slot = Slot.allocate(layout.reply)
         self._slot = Slot.allocate(layout.gradient)
         self._dies = dies
+        self._pushed = 0
 
     @property
     def gradient_slot(self) -> Slot:
@@ -85,10 +86,11 @@ class Line(WorkerEnd):
     def push(self, header: PushHeader) -> None:
         if self._dies(header.sequence):
             raise DiedError
+        self._pushed = header.sequence
         self.shard.take(header, self._slot.filled(header).values)
 
     def wait_reply(self, timeout_s: float) -> ReplyHeader:
-        return ReplyHeader(self.shard.settled, self.shard.settled, APPLIED)
+        return ReplyHeader(self._pushed, self.shard.settled, APPLIED)
 
     def beat(self) -> None:
         pass
