@@ -348,12 +348,14 @@ class Exchange:
         """The reply to the last push; where something on the way doubles what it carries, answers
         to others may come before it."""
         sequence, patience_s = self._pushed[shard].sequence, self._job.config.worker_timeout
-        since_s = self._clock()
+        since_s: float | None = None
         while (reply := link.wait_reply(POLL_S)) is None or reply.sequence != sequence:
             self._check_stop()
-            if self._clock() - since_s > patience_s:
+            now_s = self._clock()
+            since_s = now_s if since_s is None else since_s
+            if now_s - since_s > patience_s:
                 self._look_at_others(shard)
-                since_s = self._clock()
+                since_s = None
         self.traffic.replied(link, reply)
         if reply.epoch != link.welcome.epoch:
             raise ConnectionClosedError("a reply of another epoch")

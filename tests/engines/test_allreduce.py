@@ -21,6 +21,7 @@ from offbeat.config import make_config
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.errors import ConfigError, NonFiniteLossError
 from offbeat.run.checkpoint import newest_checkpoint
+from offbeat.run.events import read_events
 from offbeat.run.rundir import RunFolder
 
 RECIPES = f"""
@@ -166,13 +167,8 @@ def test_an_unusable_gradient_counts_as_having_come(train: Train) -> None:
 
 def test_a_rate_that_goes_by_scores_falls_everywhere(train: Train) -> None:
     result = train("falling", "allreduce", workers=2, epochs=200, eval_every=20)
-    pushes = [
-        json.loads(line)
-        for path in sorted((result.run_dir / "events").glob("worker-*"))
-        for line in path.read_text().splitlines()
-    ]
     rates: dict[int, set[float]] = {}
-    for push in pushes:
+    for push in read_events(result.run_dir / "events", "worker-*"):
         if push["kind"] == "push":
             rates.setdefault(push["version"], set()).add(push["lr"])
     assert all(len(found) == 1 for found in rates.values()), "every update has one rate"

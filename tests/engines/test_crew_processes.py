@@ -18,6 +18,7 @@ from processes import RECIPE_FILE, LocalRun, leftovers
 from offbeat.engines.forkserver import ForkServer, fork_server
 from offbeat.report.record import read_run
 from offbeat.run.checkpoint import newest_checkpoint
+from offbeat.run.events import read_events
 
 CREWS = [[0, 2], [1, 3]]
 TIMEOUT_S = 90.0
@@ -66,8 +67,7 @@ def a_plan(discipline: str, *faults: Fault) -> Plan:
 
 
 def events(run: ChaosRun, name: str) -> list[dict[str, Any]]:
-    files = (run.run_dir / "events").glob(f"{name}*.jsonl")
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return list(read_events(run.run_dir / "events", f"{name}*"))
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def test_who_waits_for_long_looks_at_the_other_servers(rigged: Any) -> None:
     slow = ScriptedLink(3.0, welcome(5), None, None, None, reply(1, 6))
     gone = ScriptedLink(4.0, welcome(5), BROKEN)
     there = ScriptedLink(5.0, welcome(2, epoch=1), reply(1, 3, epoch=1))
-    rig = rigged([away, back], [slow], [gone, there], worker_timeout=2.0)
+    rig = rigged([away, back], [slow], [gone, there], worker_timeout=1.0)
     rig.exchange._clock = itertools.count().__next__
     rig.exchange.join()
     rig.push(1, value=0.25)

@@ -21,6 +21,7 @@ from offbeat.api import train_config
 from offbeat.config import make_config
 from offbeat.engines.forkserver import ForkServer
 from offbeat.run.checkpoint import newest_checkpoint
+from offbeat.run.events import Followed
 from offbeat.run.progress import Display, Status
 
 ORACLE_FILE = """
@@ -141,8 +142,7 @@ class ChaosRun:
         self.notes = Notes()
         self.error: BaseException | None = None
         self._done = dict.fromkeys(range(plan.workers), 0)
-        self._read: dict[Path, int] = {}
-        """How many bytes of each file of events were seen."""
+        self._followed = Followed(self.run_dir / "events", "worker-*.jsonl", from_start=True)
         recipe = folder / "oracle.py"
         recipe.write_text(ORACLE_FILE)
         options = {
@@ -212,15 +212,10 @@ class ChaosRun:
 
     def steps_done(self) -> list[int]:
         """Of each worker; reads only what is new, so that it may be asked often."""
-        for path in (self.run_dir / "events").glob("worker-*.jsonl"):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                lines = file.read().rpartition(b"\n")[0]
-            self._read[path] = self._read.get(path, 0) + len(lines) + bool(lines)
-            for event in map(json.loads, lines.splitlines()):
-                if event["kind"] == "step":
-                    rank = event["worker"]
-                    self._done[rank] = max(self._done[rank], event["step"])
+        for event in self._followed.read():
+            if event["kind"] == "step":
+                rank = event["worker"]
+                self._done[rank] = max(self._done[rank], event["step"])
         return list(self._done.values())
 
     def complaints(self) -> Iterator[str]:
