@@ -165,6 +165,7 @@ def test_an_unusable_gradient_counts_as_having_come(train: Train) -> None:
     assert kept["gradients"] == kept["applied"] + kept["rejected"] == mine.summary["gradients"]
 
 
+@pytest.mark.slow
 def test_a_rate_that_goes_by_scores_falls_everywhere(train: Train) -> None:
     result = train("falling", "allreduce", workers=2, epochs=200, eval_every=20)
     rates: dict[int, set[float]] = {}
@@ -296,9 +297,8 @@ def test_when_restarts_are_used_up_a_line_says_who_died_and_how_to_go_on(
     assert newest_checkpoint(run.run_dir / "checkpoints").version > 0, "what there is was kept"
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     start: Callable[..., LocalRun], number: signal.Signals
 ) -> None:
