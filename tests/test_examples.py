@@ -49,6 +49,7 @@ def test_a_discipline_of_ones_own_from_the_shell(run_dir: Path) -> None:
     assert summary["staleness"]["max"] == 0
 
 
+@pytest.mark.slow
 def test_own_loop_is_launched_and_goes_on_after_a_death(run_dir: Path) -> None:
     flags = ["--workers", "2", "--servers", "2", "--kill-worker", "1@30", "--run-dir", str(run_dir)]
     script = [str(EXAMPLES / "own_loop.py"), "--epochs", "2", "--data", "fashion-mnist-sample"]

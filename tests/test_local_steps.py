@@ -378,6 +378,7 @@ def trained_towers(job: Job) -> LocalTowers:
     return towers
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """To the bit: one worker, whose server applies all that it pushes. A round would have closed
     without it."""

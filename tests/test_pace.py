@@ -381,6 +381,7 @@ def test_a_report_says_how_many_each_took(tmp_path: Path, by_batches: None) -> N
 # -- deaths ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_worker_goes_on_at_its_batch(tmp_path: Path) -> None:
     """Of two, and nothing is gone through twice or left out. What it had not written down when it
     was killed the servers have."""

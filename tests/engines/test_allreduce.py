@@ -317,6 +317,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     assert run.summary()["updates"] == 400 and run.summary()["not_kept"] == 0
 
 
+@pytest.mark.slow
 def test_it_goes_on_what_sync_began_and_ends_when_it_is_good_enough(train: Train) -> None:
     first = train("long", "sync", workers=2, steps=50)
     options = {"discipline": "allreduce", "engine": "auto", "steps": 100}

@@ -76,7 +76,7 @@ def check_orders(run_dir: Path, recipe: Recipe | str, **options: Any) -> None:
     asks = Asks(
         run_dir,
         (Order("checkpoint"), has_new_checkpoint),
-        (Order("slow", 1, 3.0), is_given("slow")),
+        (Order("slow", 1, 20.0), is_given("slow")),
         (Order("stop_worker", 0), is_given("stop_worker")),
         (Order("stop_worker", 2), others_go_on),
         (Order("stop"), is_given("stop")),
@@ -104,10 +104,10 @@ def check_orders(run_dir: Path, recipe: Recipe | str, **options: Any) -> None:
 
 
 def check_slowness(events: list[dict[str, Any]], since_s: float) -> None:
-    """A step of worker 1 takes so many times as long as it did."""
+    """A step of worker 1 takes many times as long as it did; 20 times, were it alone."""
     before = [e["compute_s"] for e in steps_of(events, 1) if e["start_s"] < since_s - 0.05]
     after = [e["compute_s"] for e in steps_of(events, 1) if e["start_s"] > since_s + 0.05]
-    assert sorted(after)[len(after) // 2] > 1.5 * sorted(before)[len(before) // 2]
+    assert sorted(after)[len(after) // 2] > 4 * sorted(before)[len(before) // 2]
 
 
 def test_what_lay_there_before_the_run_is_not_done(run_dir: Path, recipe: Recipe) -> None:

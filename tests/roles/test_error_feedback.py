@@ -386,7 +386,7 @@ def test_a_run_goes_on_with_what_was_left_out(servers: int, tmp_path: Path) -> N
     assert "begins anew after step 13: it is another codec's" in logs_of(tmp_path / "cut")
 
 
-@pytest.mark.parametrize("codec", ["int8", "topk:0.05"])
+@pytest.mark.parametrize("codec", [pytest.param("int8", marks=pytest.mark.slow), "topk:0.05"])
 def test_a_worker_that_was_killed_goes_on_as_if_it_had_not_been(codec: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", servers=2, compress=codec, steps=40)
     flags = ("--workers", "1", "--servers", "2", "--steps", "40", "--compress", codec)
@@ -461,6 +461,7 @@ def test_over_tcp_less_travels_and_as_much_is_learned(over_tcp: Callable[..., Tr
     assert ups[1] == HEADER_BYTES + 4 + 6 * round(0.1 * num_values) + 4
 
 
+@pytest.mark.slow
 def test_where_nothing_goes_over_tcp_that_is_said_once(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, "--workers", "2", "--steps", "6", "--compress", "int8")
     assert run.wait() == 0, run.text()

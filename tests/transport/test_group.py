@@ -309,6 +309,7 @@ def says(child: subprocess.Popen[str]) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_it_all_goes_the_same_way_where_there_is_no_gpu(tmp_path: Path) -> None:
     """With gloo in NCCL's place: two backends of one group, and neither is left in order."""
     program = ON_GPU
