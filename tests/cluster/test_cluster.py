@@ -474,6 +474,7 @@ def test_nonsense_in_a_call_is_its_senders_affair(tmp_path: Path) -> None:
 # -- evaluator, checks, events ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_evaluator_scores_each_checkpoint_once_and_the_last(tmp_path: Path) -> None:
     options = {"recipe": "toy:scheduled", "checkpoint_every": 50, "epochs": 60}
     with cluster(tmp_path, servers=2, workers=2, **options) as made:

@@ -164,6 +164,7 @@ recipe = offbeat.Recipe(
 """
 
 
+@pytest.mark.slow
 def test_processes_make_their_own_and_the_evaluator_none(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def test_an_answer_that_ctrl_c_kept_from_being_heard_is_passed_over(
 # -- the fork server's own end ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_children_outlive_a_fork_server_and_another_one_takes_its_place(
     start: Start, own: ForkServer
 ) -> None:

@@ -372,6 +372,7 @@ def test_a_start_says_what_it_waits_for(start: Start) -> None:
 # -- exporting -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_export_writes_what_load_gives(start: Start, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

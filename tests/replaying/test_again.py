@@ -331,6 +331,7 @@ def test_random_numbers_of_threads_are_nobodys(run_dir: Path) -> None:
     assert not offbeat.replay(run_dir, recipe=recipe).is_same
 
 
+@pytest.mark.slow
 def test_processes_dropout_and_a_death(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--discipline", "apply-reply", "--workers", "4", "--servers", "2", "--steps", "40")
     more = ("--slow-worker", "0:5x", "--kill-worker", "1@15", "--checkpoint-every", "40")
