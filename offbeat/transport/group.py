@@ -206,9 +206,11 @@ class Group:
 
     def close(self) -> None:
         """Leave; whoever waits for this one is told. What is still under way is left to the end of
-        the process, which is near: torch would wait for it here."""
+        the process, which is near: torch would wait for it here. What has failed is not under way,
+        and is taken down here: a process that leaves it to its end dies of it, where NCCL is."""
         if not dist.is_initialized():
             return
+        self._under_way = [work for work in self._under_way if not work.is_completed()]
         if self._gpu is not None:
             self._abort(self._gpu)
         elif not self._under_way:

@@ -416,12 +416,12 @@ class TestOnGpu:
     def test_ctrl_c_keeps_what_there_is(self, start: Callable[..., LocalRun], workers: int) -> None:
         here = ("--devices", "cuda:0")
         flags = ("--workers", str(workers), *here, "--server-device", "cuda")
-        run = start(*flags, "--steps", "5000", "--eval-every", "0", "--checkpoint-every", "5000")
+        run = start(*flags, "--steps", "2000", "--eval-every", "0", "--checkpoint-every", "2000")
         run.wait_for_steps(50, *range(workers))
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130, run.text()
         assert "killed" not in run.text() and leftovers(run.run_dir) == []
-        assert 50 <= newest_checkpoint(run.run_dir / "checkpoints").version < 5000
+        assert 50 <= newest_checkpoint(run.run_dir / "checkpoints").version < 2000
         resumed = start("--resume", str(run.run_dir), *here)
         assert resumed.wait() == 0, resumed.text()
-        assert run.summary()["updates"] == 5000
+        assert run.summary()["updates"] == 2000
