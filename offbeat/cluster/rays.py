@@ -22,6 +22,8 @@ from offbeat.run.rundir import num_cores
 
 AUTO, LOCAL = "auto", "local"
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+NICENESS_VARIABLE = "RAY_worker_niceness"
+"""Ray's own default is 15: on a machine with anything else to do, roles would be last."""
 NODE_LABEL = "ray.io/node-id"
 INSTALL = "pip install 'offbeat[ray]'"
 LOOK_TIMEOUT_S = 30.0
@@ -132,7 +134,7 @@ def _join(ray: Any, address: str, asks: Sequence[Ask]) -> str:
             f"{address} is for clients outside of a cluster, whom its nodes cannot call: start the "
             f"run on one of the nodes, or with: ray job submit -- offbeat train --engine ray ..."
         )
-    quietly = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quietly: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address not in (AUTO, LOCAL) or (address == AUTO and _is_one_here()):
         try:
             ray.init(address=address, **quietly)
@@ -142,6 +144,8 @@ def _join(ray: Any, address: str, asks: Sequence[Ask]) -> str:
         return f"on the Ray cluster at {ray.get_runtime_context().gcs_address}"
     asked = sum(ask.resources.get("CPU", 0.0) for ask in asks)
     num_cpus = max(num_cores(), math.ceil(asked))  # roles share cores, as on one machine ever
+    if NICENESS_VARIABLE not in os.environ:
+        quietly["_system_config"] = {"worker_niceness": os.nice(0)}
     ray.init(address=LOCAL, num_cpus=num_cpus, include_dashboard=False, **quietly)
     found = "" if address == LOCAL else "no Ray cluster was found: "
     return f"{found}one of this machine's own is started for the run"
