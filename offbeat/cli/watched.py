@@ -131,7 +131,7 @@ def _serve_beside(known: argparse.Namespace, terms: Terms) -> int:
     from offbeat.watching.beside import PAGE_VARIABLE
     from offbeat.watching.hub import Hub
 
-    os.nice(NICE)
+    _give_way()
     sock = socket.socket(fileno=int(os.environ.pop(PAGE_VARIABLE)))
     if not (told := sys.stdin.readline().rstrip("\n")):
         sock.close()  # there was no run
@@ -144,6 +144,13 @@ def _serve_beside(known: argparse.Namespace, terms: Terms) -> int:
         hub.catch_up()
         server.over.wait(LAST_LOOK_S)
     return 0
+
+
+def _give_way() -> None:
+    """To those who train: not even woken up does it take a core from one of them at once."""
+    os.nice(NICE)
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextlib.contextmanager

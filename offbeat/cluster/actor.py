@@ -8,6 +8,7 @@ does not see the run's folder has a mirror of it. When the line breaks it ends, 
 
 import dataclasses
 import fcntl
+import gc
 import json
 import os
 import re
@@ -157,6 +158,7 @@ class _Life:
         order = self._order
         self._redirect(folder)
         config, script = _config(order, folder), order.described.get("script")
+        gc.freeze()  # Ray has many objects, which the collector need not go through again and again
         if script is not None:
             of_script.run_process(config, order.role, order.index, script, control, home)
         else:
