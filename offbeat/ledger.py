@@ -174,6 +174,8 @@ class Member:
     """It has said that its work is done, and waits for the end of the run."""
     speed: float = 0.0
     """Local steps per second, as it told last; 0: it did not."""
+    pushed: int = 0
+    """The last push that its connection has brought."""
     num_heard: int = 0
     heard_s: float = 0.0
     """When it was first seen that so many messages had come of it."""
@@ -193,7 +195,8 @@ class Ledger:
     ) -> None:
         """`epoch`: how often the server was started before. `budget`: after so many updates no
         gradient is taken any more, and workers are told that the run is over. `in_step`: all
-        servers have the same rounds, so that a push of which nothing comes here stands for one.
+        servers have the same rounds, so that a push of which nothing comes here stands for one,
+        unless its connection brought it twice.
         `promises`: nobody is answered before the server's disk has what that says."""
         self.discipline = discipline
         self.epoch = epoch
@@ -318,13 +321,12 @@ class Ledger:
         if self.budget is not None and version >= self.budget:
             return (Dismiss("the run has all of its updates"),)
         self.under_way[record.worker] = record
-        if 0 < record.speed < math.inf and (member := self.members.get(record.worker)) is not None:
-            member.speed = record.speed
+        is_new = self._hear(record)
         if record.epoch != self.epoch:
             record.outcome = STALE
         elif not self._book.claim(record.worker, record.incarnation, record.sequence):
             record.outcome = DUPLICATE
-        takes_turn = self.in_step and record.worker in self.discipline.present
+        takes_turn = self.in_step and is_new and record.worker in self.discipline.present
         if record.outcome in ABSTAINING and not takes_turn:
             return (Reply(record.worker),)
         push = Push(record.worker, record.sequence, record.base_version, version)
@@ -333,6 +335,17 @@ class Ledger:
             record.is_answered_first = _replies_first(actions, push)
             return (Write(record), *actions)
         return actions
+
+    def _hear(self, record: PushRecord) -> bool:
+        """Whether its connection has not brought it before. A step that is done again, for another
+        server, comes over a new one, or of a worker that has said that it was through."""
+        member = self.members.get(record.worker)
+        if member is None:
+            return True
+        if 0 < record.speed < math.inf:
+            member.speed = record.speed
+        is_new, member.pushed = record.sequence > member.pushed, record.sequence
+        return is_new
 
     def take_part(self, pushes: Sequence[Push], version: int) -> list[PushRecord]:
         """Which of these make the update: none where the budget was spent meanwhile, and not those

@@ -87,6 +87,21 @@ def test_servers_in_step_have_a_push_of_which_nothing_comes_take_its_turn(
     assert ledger.accounts[0] == Account(0, 5, applied=5)
 
 
+def test_a_push_that_comes_twice_takes_nobodys_turn() -> None:
+    ledger = make_ledger("sync", workers=2, in_step=True)
+    for worker in (0, 1):
+        ledger.join(worker, 0)
+    assert ledger.push(first := PushRecord(0, 0, 1), 0) == []
+    apply, *_ = ledger.push(PushRecord(1, 0, 1), 0)
+    assert isinstance(apply, Apply)
+    ledger.take_part(apply.pushes, 0), ledger.applied(apply.pushes, 1, now=0.0)
+    assert ledger.push(twice := PushRecord(0, 0, 1), 1) == (Reply(0),)
+    assert (first.outcome, twice.outcome) == (APPLIED, DUPLICATE)
+    assert ledger.push(PushRecord(0, 0, 2), 1) == [], "it waits for the other one"
+    apply, *_ = ledger.push(PushRecord(1, 0, 2), 1)
+    assert isinstance(apply, Apply) and [push.sequence for push in apply.pushes] == [2, 2]
+
+
 def test_who_leaves_before_its_turn_comes_keeps_its_outcome() -> None:
     ledger = make_ledger("sync", workers=2, in_step=True)
     ledger.load({0: Account(0, 5, applied=5)})

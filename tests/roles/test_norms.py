@@ -284,7 +284,9 @@ def test_what_one_server_has_already_stands_for_its_round_there(tmp_path: Path) 
         wait_until(lambda: round_of(rigs[0]).held, "the round is closed")
         rigs[0].server.answer_call(EndRound(1, 2.0))
         assert [hand.reply().version for hand in hands[0]] == [1, 1]
-        hands[0][1].sequence = 0
+        hands[0][1].link.close()  # its next connection is told less than it had
+        wait_until(lambda: round_of(rigs[0]).present == {0}, "it has left")
+        hands[0][1] = rigs[0].join(1)
         hands[0][0].push(1.0)
         hands[0][1].push(1.0)  # again
         hands[1][0].sequence = 1

@@ -39,6 +39,7 @@ FAILED: dict[int, str] = {
 
 SHOWN_BY = {
     "dedupe off": 0,
+    "taking a turn twice": 232,
     "epoch ignored": 22,
     "incarnation ignored": 3,
     "round closed twice": 5,

@@ -182,6 +182,7 @@ BUGS = {
             "incarnation ignored",
             [(Ledger, "is_outdated", _ignore_incarnation)],
         ),
+        Bug("taking a turn twice", [(Ledger, "_hear", lambda *given: True)]),
         Bug("round closed twice", [(Sync, "_close", _close_and_keep)]),
         Bug("late gradient accepted in sync", [(Sync, "on_push", _take_late)]),
         Bug("late gradient pushed again in sync", [(Exchange, "_is_wanted", _never_late)]),

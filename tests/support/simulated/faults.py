@@ -111,6 +111,10 @@ KINDS = {
 """And how often each is drawn."""
 
 
+SLOW = 0.06
+"""How likely it is that a run with several servers has a worker that is very slow."""
+
+
 def draw_plan(seed: int) -> Plan:
     draw = random.Random(f"plan {seed}")
     name, options = draw.choice(DISCIPLINES)
@@ -132,7 +136,7 @@ def draw_plan(seed: int) -> Plan:
     within_s = draw.choice([0.3, 0.6, 1.0])
     faults = [_draw_fault(draw, within_s) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6]))]
     faults.sort(key=lambda fault: fault.at_s)
-    return Plan(
+    plan = Plan(
         seed=seed,
         shape=shape,
         inline=(inline := draw.random() < 0.5),
@@ -142,6 +146,29 @@ def draw_plan(seed: int) -> Plan:
         step_s=[draw.choice([0.01, 0.03, 0.03, 0.08]) for _ in range(workers)],
         faults=faults,
     )
+    return _doubled(_slowed(plan)) if servers > 1 else plan
+
+
+def _slowed(plan: Plan) -> Plan:
+    """Now and then a worker takes longer for a step than the others' patience lasts, and what goes
+    wrong does so meanwhile."""
+    draw = random.Random(f"slow {plan.seed}")
+    if draw.random() > SLOW:
+        return plan
+    slow, late = draw.randrange(plan.shape.workers), draw.choice([1.0, 5.0, 10.0])
+    step_s = list(plan.step_s)
+    step_s[slow] = draw.choice([0.6, 1.2, 1.8]) * SILENT_S
+    faults = [dataclasses.replace(fault, at_s=late * fault.at_s) for fault in plan.faults]
+    return dataclasses.replace(plan, step_s=step_s, faults=faults)
+
+
+def _doubled(plan: Plan) -> Plan:
+    """Where servers share the norm of a gradient, pushes come twice more often."""
+    draw = random.Random(f"double {plan.seed}")
+    if not plan.shape.clips or draw.random() > 0.3:
+        return plan
+    fault = Fault(0.0, "double", draw.random(), 1.0)
+    return dataclasses.replace(plan, inline=True, polls=False, faults=[fault, *plan.faults])
 
 
 def _draw_fault(draw: random.Random, within_s: float) -> Fault:
@@ -344,9 +371,7 @@ class Run:
             engine.replace(workers[int(fault.who * len(workers))])
 
     def _double(self, engine: SimulatedEngine, fault: Fault) -> None:
-        # in memory that is shared nothing is sent twice; where norms are joined a push that comes
-        # again stands for a step that is done again
-        if self.plan.inline and not self.plan.shape.clips:
+        if self.plan.inline:  # in memory that is shared nothing is sent twice
             self.wires.conditions.doubles = fault.who
             self.world.at(fault.length_s, lambda: self._undo(doubles=0.0))
 
