@@ -224,6 +224,8 @@ class Ledger:
         self._book = AccountBook()
         self.under_way: dict[int, PushRecord] = {}
         """Each worker's last push."""
+        self._over: dict[int, int] = {}
+        """Of each worker the last push that is of a round which is over at another server."""
         self.pending: dict[tuple[int, int], PushRecord] = {}
         """Those that are, by worker and sequence."""
         self._decided: list[PushRecord] = []
@@ -326,6 +328,9 @@ class Ledger:
             record.outcome = STALE
         elif not self._book.claim(record.worker, record.incarnation, record.sequence):
             record.outcome = DUPLICATE
+        elif record.sequence <= self._over.get(record.worker, 0):
+            record.outcome = DROPPED
+            return (Reply(record.worker),)
         takes_turn = self.in_step and is_new and record.worker in self.discipline.present
         if record.outcome in ABSTAINING and not takes_turn:
             return (Reply(record.worker),)
@@ -346,6 +351,24 @@ class Ledger:
             member.speed = record.speed
         is_new, member.pushed = record.sequence > member.pushed, record.sequence
         return is_new
+
+    def pass_over(self, pushes: Mapping[int, int]) -> Sequence[Action]:
+        """Rounds that have these pushes are over at another server, and were not made here, since
+        this one was started anew: who takes part in the next one there does so here, too."""
+        actions: list[Action] = []
+        for worker, sequence in pushes.items():
+            self._over[worker] = max(sequence, self._over.get(worker, 0))
+            record = self.under_way.get(worker)
+            if record is None or record.sequence > sequence or not self._is_gathered(record):
+                continue
+            actions += self._note(self.discipline.on_leave(worker))
+            actions += [Reply(worker), *self._note(self.discipline.on_join(worker))]
+        return actions
+
+    def _is_gathered(self, record: PushRecord) -> bool:
+        """Whether it waits for others, and its worker for it."""
+        is_here = record.worker in self.members and not record.is_decided
+        return is_here and record.outcome not in (*ABSTAINING, DROPPED)
 
     def take_part(self, pushes: Sequence[Push], version: int) -> list[PushRecord]:
         """Which of these make the update: none where the budget was spent meanwhile, and not those

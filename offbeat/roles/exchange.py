@@ -110,6 +110,11 @@ class Exchange:
         """Shards that have said what became of the last push."""
         self._lost: dict[int, WorkerEnd] = {}
         """Shards whose server was started anew and lacks it, and the links that it went over."""
+        self._before = [0 for _ in job.slices]
+        """The version that each shard's server had shown before what is under way, in its life."""
+        self._open: set[int] = set()
+        """Shards whose server was started anew, and may have what is under way, since its round is
+        not over elsewhere."""
         self._reached: list[int] = []
         """The last step that each shard has."""
         self.batches = 0
@@ -185,9 +190,25 @@ class Exchange:
 
     def _told_elsewhere(self, shard: int, former: WelcomeHeader) -> Message:
         """The same for a server that took the place of another one in the midst of a round."""
-        if not self._job.joins_norms or self._ask_round(shard).epoch == former.epoch:
+        self._open.discard(shard)
+        if not self._meets or self._ask_round(shard).epoch == former.epoch:
             return {}
-        return self._last_round(0 if shard else 1)
+        other = 0 if shard else 1
+        return self._last_round(other) if self._job.joins_norms else self._round_at(shard, other)
+
+    @property
+    def _meets(self) -> bool:
+        """Whether several servers are to have the same rounds."""
+        return self._job.facts.in_rounds and len(self._job.slices) > 1
+
+    def _round_at(self, shard: int, other: int) -> Message:
+        """What the server of `shard` is to know of another one, whose rounds are whole."""
+        part = self._ask_round(other)
+        if part.epoch != self._links[other].welcome.epoch:
+            return {}  # it does not know
+        if part.version == self._before[other]:
+            self._open.add(shard)
+        return {"last_round": [list(push) for push in part.pushes]}
 
     def _keep_trying(self, attempt: Callable[[], Result]) -> Result:
         return keep_trying(attempt, self._connect_timeout_s, self._stop, self._clock)
@@ -257,6 +278,7 @@ class Exchange:
         told of the worker's.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
         take half of it. `made` is called when everything is encoded, and nothing has left yet."""
+        self._before = list(self.versions)
         slots = self.gradient_slots
         masked = not all(present)
         if masked:
@@ -340,6 +362,9 @@ class Exchange:
         if self._is_wanted(shard, link.welcome):
             self._push_again(shard, link)
             return None
+        if shard in self._open:
+            self._push_anew(shard, link)
+            return None
         if welcome.epoch != link.welcome.epoch:
             self._lost[shard] = link
         return _reply_of(welcome, LOST)
@@ -371,7 +396,8 @@ class Exchange:
             if shard != waiting and shard not in self._lost:
                 self._look_at(shard)
             if shard != waiting and shard in self._lost:
-                self._push_anew(shard)
+                self._push_anew(shard, self._lost.pop(shard))
+                self._answered.discard(shard)
 
     def _look_at(self, shard: int) -> None:
         """Whether its server is still there; it may have answered meanwhile."""
@@ -388,13 +414,12 @@ class Exchange:
         if reply is not None and reply.epoch == self._links[shard].welcome.epoch:
             self._take(shard, reply)
 
-    def _push_anew(self, shard: int) -> None:
+    def _push_anew(self, shard: int, former: WorkerEnd) -> None:
         """To the server that is there now, which knows nothing of the versions of the former."""
         welcome, header = self._links[shard].welcome, self._pushed[shard]
         header.epoch = welcome.epoch
         header.base_version = min(header.base_version, welcome.version)
-        self._push_again(shard, self._lost.pop(shard))
-        self._answered.discard(shard)
+        self._push_again(shard, former)
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
@@ -438,6 +463,8 @@ class Exchange:
         welcome = self._links[shard].welcome
         self._reached[shard] = welcome.settled_sequence
         is_other = welcome.epoch != former.epoch
+        if is_other:
+            self._before[shard] = welcome.version
         if is_other and self._job.config.is_durable and not self._goes_on(shard, former):
             broken = "server %d has answered with version %d, and its disk has no more than %d"
             self._log.error(broken, shard, self.versions[shard], welcome.version)

@@ -94,6 +94,8 @@ class Sessions:
         self._round_changed = threading.Condition(self._mutex)
         """A round was closed, or has gone in."""
         self._num_rounds = 0
+        self._last: Sequence[Push] = ()
+        """What the last update was made of."""
         self._copies = Copies()
         """Of the gradients that are pending."""
         self._journalling = journalling
@@ -205,6 +207,7 @@ class Sessions:
                 if not self._may_come(end, worker, incarnation):
                     return None
                 with self._lock:
+                    self._pass_over(told)
                     if not self._must_wait(told):
                         admitted = self._admit(end, worker, incarnation)
         session, welcome, entry = admitted
@@ -407,6 +410,7 @@ class Sessions:
             record.lr = updater.lr
             record.norm = None if updater.norm is None else updater.norm.value
         self.ledger.applied(pushes, version, self._clock())
+        self._last = pushes
         if self._journalling is not None:
             falls = self.shard.falls
             self._journalling.updated(pushes, records, version, updater.lr, falls)
@@ -562,6 +566,11 @@ class Sessions:
             found, here = self._round, self._who_is_here()
         return here if found is None else found.part(here)
 
+    def _pass_over(self, told: Mapping[int, int] | None) -> None:
+        """What is over where a worker comes from, and was pushed to this server's former self."""
+        if told and self.shard.joint_clip is None:
+            self._carry_out(self.ledger.pass_over(told))
+
     def _who_is_here(self) -> RoundPart:
         ledger, accounts = self.ledger, self.ledger.accounts
         present = frozenset(w for w, m in ledger.members.items() if not m.is_finished)
@@ -576,6 +585,8 @@ class Sessions:
                 if not s.awaits_reply
             ),
             held=self._held is not None,
+            version=self.shard.version,
+            pushes=frozenset((push.worker, push.sequence) for push in self._last),
         )
 
     def end_round(self, number: int, norm: float) -> None:
@@ -635,9 +646,13 @@ class Sessions:
         started anew, and the worker's push for it went to its former self. So nothing comes of
         that worker before the round has gone in; or it would be a step behind here for good."""
         sessions = list(self._sessions.values())
-        return self._held is None and any(
-            session.awaits_reply and told.get(session.worker) == session.record.sequence
-            for session in sessions
+        return (
+            self.shard.joint_clip is not None
+            and self._held is None
+            and any(
+                session.awaits_reply and told.get(session.worker) == session.record.sequence
+                for session in sessions
+            )
         )
 
     def _wait_for_round(self, told: Mapping[int, int] | None) -> None:

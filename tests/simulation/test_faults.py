@@ -61,6 +61,7 @@ SHOWN_BY = {
     "clocks that differ": 89,
     "nobody looks at other servers": 804,
     "versions of another life": 73,
+    "rounds that do not meet": 1425,
     "one look at the door": 879,
     "late with the first push": 441,
     "what was left is in the way": 926,

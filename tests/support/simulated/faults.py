@@ -109,6 +109,8 @@ KINDS = {
     "slow": 1,
 }
 """And how often each is drawn."""
+HARMLESS = {"kill_server", "slow", "double"}
+"""Those after which workers still have the same rounds everywhere, if one server dies at most."""
 
 
 SLOW = 0.06
@@ -201,6 +203,7 @@ class Run:
         self.job = make_job(plan.shape, self._make_towers)
         self.folder = Place(self.disk, "run")
         self.watch = Watch(self.world, plan.shape, self.job)
+        self.watch.meets = self._meets
         self.wires.watch = self.watch.heard
         self.engine: SimulatedEngine | None = None
         self.engines: list[SimulatedEngine] = []
@@ -231,6 +234,14 @@ class Run:
         all_told = f"{world.now_s!r} {counts} {watch.complaints} {trace}"
         digest = hashlib.sha256(all_told.encode()).hexdigest()
         return Outcome(plan, watch.complaints, *counts, digest, trace)
+
+    @property
+    def _meets(self) -> bool:
+        """Whether no worker ever misses a round, or is a step behind, at a single server."""
+        shape, kinds = self.plan.shape, [fault.kind for fault in self.plan.faults]
+        is_plain = shape.discipline == "sync" and not (shape.options or shape.overlap)
+        is_calm = kinds.count("kill_server") <= 1 and not set(kinds) - HARMLESS
+        return is_plain and shape.servers > 1 and is_calm
 
     @contextlib.contextmanager
     def _standing(self) -> Iterator[None]:
