@@ -18,7 +18,8 @@ from offbeat.accounts import (
     accounts_to_json,
 )
 from offbeat.disciplines import Apply, Reply
-from offbeat.ledger import Dismiss, Ledger, PushRecord, Snapshot, cut
+from offbeat.ledger import Ledger
+from offbeat.pushes import Dismiss, PushRecord, Snapshot, cut
 
 DISCIPLINES: dict[str, dict[str, Any]] = {
     "sync": {},

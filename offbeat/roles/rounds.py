@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from offbeat.clipping import Arriving
 from offbeat.disciplines import Push
-from offbeat.ledger import Action, PushRecord
+from offbeat.pushes import Action, PushRecord
 from offbeat.roles.calls import RoundPart
 from offbeat.shard import Begun, Updater
 

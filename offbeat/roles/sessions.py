@@ -23,17 +23,8 @@ from typing import Any
 from offbeat.accounts import DROPPED, REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import (
-    Action,
-    Copy,
-    Dismiss,
-    Ledger,
-    PushRecord,
-    Send,
-    Snapshot,
-    Write,
-    cut,
-)
+from offbeat.ledger import Ledger
+from offbeat.pushes import Action, Copy, Dismiss, PushRecord, Send, Snapshot, Write, cut
 from offbeat.roles.attendant import SessionAttendant
 from offbeat.roles.calls import RoundPart
 from offbeat.roles.copies import Copies

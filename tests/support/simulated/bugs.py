@@ -14,7 +14,8 @@ from typing import Any
 
 from offbeat.accounts import ACCEPTED, APPLIED, DUPLICATE, AccountBook, Accounts
 from offbeat.disciplines import Action, Apply, Bounded, Push, Reply, Sync
-from offbeat.ledger import Ledger, PushRecord
+from offbeat.ledger import Ledger
+from offbeat.pushes import PushRecord
 from offbeat.roles import sessions
 from offbeat.roles.copies import Copies
 from offbeat.roles.exchange import Exchange

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED, APPLIED, DUPLICATE, Account, Accounts, accounts_from
 from offbeat.disciplines import Push, Sync
-from offbeat.ledger import Action, Ledger, PushRecord
+from offbeat.ledger import Ledger
+from offbeat.pushes import Action, PushRecord
 from offbeat.roles.server import Server
 from offbeat.run.checkpoint import Checkpoint, save_checkpoint
 from offbeat.transport.base import PushHeader, ReplyHeader, WelcomeHeader
