@@ -14,7 +14,6 @@ anew, or only the connection broke. Nothing is known here of batches, losses and
         step = exchange.finish(step + 1)     # raises ConnectionClosedError when the run is over
 """
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +25,11 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
-from offbeat.roles.calls import RoundPart
 from offbeat.roles.coding import Codecs
-from offbeat.roles.master import RemoteServer
+from offbeat.roles.elsewhere import Elsewhere
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.transport.base import (
-    Message,
     Network,
     PushHeader,
     ReplyHeader,
@@ -112,9 +109,7 @@ class Exchange:
         """Shards whose server was started anew and lacks it, and the links that it went over."""
         self._before = [0 for _ in job.slices]
         """The version that each shard's server had shown before what is under way, in its life."""
-        self._open: set[int] = set()
-        """Shards whose server was started anew, and may have what is under way, since its round is
-        not over elsewhere."""
+        self._elsewhere = Elsewhere(job, network, self._keep_trying)
         self._reached: list[int] = []
         """The last step that each shard has."""
         self.batches = 0
@@ -159,7 +154,7 @@ class Exchange:
         some shards only when a former incarnation died is not done again: those have it, and the
         others count it as lost."""
         self._links.append(self._join(0))
-        first = self._last_round(0) if self._job.joins_norms else {}
+        first = self._elsewhere.last_round(0) if self._job.joins_norms else {}
         for shard in range(1, len(self._job.slices)):
             self._links.append(self._join(shard, **first))
         self._replies = [_reply_of(link.welcome) for link in self._links]
@@ -173,42 +168,6 @@ class Exchange:
             self._log.info("going on after step %d", done)
         self._land()
         return done
-
-    def _last_round(self, shard: int) -> Message:
-        """What the other servers are to know, so that we take part in the same rounds everywhere:
-        which one was the last at this server, now that we are there. One that was started anew does
-        not know."""
-        part = self._ask_round(shard)
-        is_known = part.number or not part.epoch
-        return {"last_round": [list(push) for push in part.pushes]} if is_known else {}
-
-    def _ask_round(self, shard: int) -> RoundPart:
-        layout = self._job.layout(shard)
-        server = RemoteServer(self._network, shard, self._job.agreement, layout)
-        with contextlib.closing(server):
-            return self._keep_trying(lambda: server.round(0.0))
-
-    def _told_elsewhere(self, shard: int, former: WelcomeHeader) -> Message:
-        """The same for a server that took the place of another one in the midst of a round."""
-        self._open.discard(shard)
-        if not self._meets or self._ask_round(shard).epoch == former.epoch:
-            return {}
-        other = 0 if shard else 1
-        return self._last_round(other) if self._job.joins_norms else self._round_at(shard, other)
-
-    @property
-    def _meets(self) -> bool:
-        """Whether several servers are to have the same rounds."""
-        return self._job.facts.in_rounds and len(self._job.slices) > 1
-
-    def _round_at(self, shard: int, other: int) -> Message:
-        """What the server of `shard` is to know of another one, whose rounds are whole."""
-        part = self._ask_round(other)
-        if part.epoch != self._links[other].welcome.epoch:
-            return {}  # it does not know
-        if part.version == self._before[other]:
-            self._open.add(shard)
-        return {"last_round": [list(push) for push in part.pushes]}
 
     def _keep_trying(self, attempt: Callable[[], Result]) -> Result:
         return keep_trying(attempt, self._connect_timeout_s, self._stop, self._clock)
@@ -362,7 +321,7 @@ class Exchange:
         if self._is_wanted(shard, link.welcome):
             self._push_again(shard, link)
             return None
-        if shard in self._open:
+        if shard in self._elsewhere.open:
             self._push_anew(shard, link)
             return None
         if welcome.epoch != link.welcome.epoch:
@@ -459,7 +418,9 @@ class Exchange:
         former = self._links[shard].welcome
         self.traffic.left(self._links[shard])
         self._links[shard].close()
-        self._links[shard] = self._join(shard, **self._told_elsewhere(shard, former))
+        epochs = [link.welcome.epoch for link in self._links]
+        told = self._elsewhere.told_to(shard, epochs, self._before)
+        self._links[shard] = self._join(shard, **told)
         welcome = self._links[shard].welcome
         self._reached[shard] = welcome.settled_sequence
         is_other = welcome.epoch != former.epoch
