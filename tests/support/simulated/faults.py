@@ -153,7 +153,7 @@ def draw_plan(seed: int) -> Plan:
 
 def _slowed(plan: Plan) -> Plan:
     """Now and then a worker takes longer for a step than the others' patience lasts, and what goes
-    wrong does so meanwhile."""
+    wrong does so meanwhile; often that is one server's death, and nothing else."""
     draw = random.Random(f"slow {plan.seed}")
     if draw.random() > SLOW:
         return plan
@@ -161,6 +161,8 @@ def _slowed(plan: Plan) -> Plan:
     step_s = list(plan.step_s)
     step_s[slow] = draw.choice([0.6, 1.2, 1.8]) * SILENT_S
     faults = [dataclasses.replace(fault, at_s=late * fault.at_s) for fault in plan.faults]
+    if draw.random() < 0.5:
+        faults = [Fault(draw.uniform(0.1, 2 * step_s[slow]), "kill_server", draw.random())]
     return dataclasses.replace(plan, step_s=step_s, faults=faults)
 
 
