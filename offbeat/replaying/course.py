@@ -277,7 +277,8 @@ class Course:
                     made.floats if shard == 0 else None,
                     made.ints if shard == 0 else None,
                     worker=gradient.worker,
-                    base_version=base.version,
+                    # of a former life there may have been more than this one has
+                    base_version=min(base.version, server.at),
                     base=made.bases[shard] if server.shard.rule.needs_base else None,
                 )
             )

@@ -101,6 +101,8 @@ class Exchange:
         self._links: list[WorkerEnd] = []
         self._pushed: list[PushHeader] = []
         """What went to each shard last."""
+        self._computed_on: list[tuple[int, int]] = []
+        """Of each shard the epoch and the version that this was computed on."""
         self._replies: list[ReplyHeader] = []
         """What came from each shard last: a reply, or what a welcome stands for."""
         self._answered: set[int] = set()
@@ -260,6 +262,7 @@ class Exchange:
                 zip(self._links, versions, self.versions, strict=True)
             )
         ]
+        self._computed_on = [(header.epoch, header.base_version) for header in self._pushed]
         for link, header, rows in zip(self._links, self._pushed, self.rows, strict=True):
             if rows is not None:
                 num_values, header.num_rows = rows.extent(link.gradient_slot.rows)
@@ -376,6 +379,17 @@ class Exchange:
     def _push_anew(self, shard: int, former: WorkerEnd) -> None:
         """To the server that is there now, which knows nothing of the versions of the former."""
         welcome, header = self._links[shard].welcome, self._pushed[shard]
+        former_epoch, base_version = self._computed_on[shard]
+        self._events.record(
+            "anew",
+            worker=self._rank,
+            shard=shard,
+            sequence=header.sequence,
+            epoch=welcome.epoch,
+            former_epoch=former_epoch,
+            base_version=base_version,
+            at_s=self._clock(),
+        )
         header.epoch = welcome.epoch
         header.base_version = min(header.base_version, welcome.version)
         self._push_again(shard, former)

@@ -198,6 +198,35 @@ def test_one_shard_goes_further_than_asked_for_where_another_one_needs_that(
     assert not torch.equal(mine[:half], other[:half])
 
 
+def test_what_was_pushed_to_the_next_server_had_seen_the_former(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """As if the second server had died and come back with nothing, and so lacks the first step."""
+    steps = [(0, 1, 0), (0, 2, 1)]
+    recorded(run_dir, steps, steps)
+    path = run_dir / "events" / "ps-1.jsonl"
+    load, first, second = map(json.loads, path.read_text().splitlines())
+    path.write_text("".join(json.dumps(event) + "\n" for event in (load, first)))
+    later = {**load, "epoch": 1}, {**second, "base_version": 0, "version": 1}
+    again = path.with_name("ps-1.1.jsonl")
+    again.write_text("".join(json.dumps(event) + "\n" for event in later))
+    anew = {"kind": "anew", "worker": 0, "shard": 1, "sequence": 2, "epoch": 1, "at_s": 1.5}
+    anew |= {"former_epoch": 0, "base_version": 1}
+    rejoin = {**anew, "kind": "rejoin", "seen_version": 1, "version": 0}
+    told = "".join(json.dumps(event) + "\n" for event in (rejoin, anew))
+    (run_dir / "events" / "worker-0.jsonl").write_text(told)
+    found = offbeat.replay(run_dir, recipe=RECIPES["plain"]())
+    assert found.is_same and (found.num_gradients, found.num_updates) == (2, 4), found.lines()
+    recorded(tmp_path / "whole", steps, steps)
+    after = [offbeat.replay(tmp_path / "whole", recipe=RECIPES["plain"](), to=n) for n in (0, 1, 2)]
+    lost, none, one, two = (
+        torch.cat([t.flatten() for t in each.state.values()]) for each in (found, *after)
+    )
+    half = -(-len(lost) // 2)
+    assert torch.equal(lost[:half], two[:half])
+    torch.testing.assert_close((lost - none)[half:], (two - one)[half:])
+
+
 def test_it_goes_as_far_as_one_wants(run_dir: Path, tmp_path: Path) -> None:
     train(run_dir, discipline="sync", keep=10)
     out = tmp_path / "out.safetensors"
