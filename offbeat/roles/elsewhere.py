@@ -43,8 +43,7 @@ class Elsewhere:
         `epochs`: of the servers that the worker has links to; `versions`: what these had shown it
         before what is under way."""
         self.open.discard(shard)
-        is_one_of_many = self._job.facts.in_rounds and len(self._job.slices) > 1
-        if not is_one_of_many or self._ask(shard).epoch == epochs[shard]:
+        if not self._may_be_apart or self._ask(shard).epoch == epochs[shard]:
             return {}
         other = 0 if shard else 1
         if self._job.joins_norms:
@@ -55,6 +54,12 @@ class Elsewhere:
         if part.version == versions[other]:
             self.open.add(shard)
         return _told(part)
+
+    @property
+    def _may_be_apart(self) -> bool:
+        """Where servers promise, all that they had not answered is pushed again."""
+        job = self._job
+        return job.facts.in_rounds and len(job.slices) > 1 and not job.config.is_durable
 
     def _ask(self, shard: int) -> RoundPart:
         layout = self._job.layout(shard)

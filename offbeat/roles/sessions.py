@@ -538,7 +538,7 @@ class Sessions:
 
     def _pass_over(self, told: Mapping[int, int] | None) -> None:
         """What is over where a worker comes from, and was pushed to this server's former self."""
-        if told and self.shard.joint_clip is None:
+        if told and self.ledger.discipline.in_rounds and self.shard.joint_clip is None:
             self.carry_out(self.ledger.pass_over(told))
 
     def _push_late(self, session: Session) -> Sequence[Action]:

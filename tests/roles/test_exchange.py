@@ -436,6 +436,18 @@ def test_in_rounds_a_server_that_was_started_anew_has_those_of_another_one(
     assert (outcome, bool(again.pushed)) == (APPLIED if is_open else LOST, bool(is_open))
 
 
+def test_servers_that_promise_are_told_of_no_round(rigged: Any) -> None:
+    """What the next one lacks everybody pushes again."""
+    whole = ScriptedLink(1.0, welcome(5), reply(1, 6))
+    broken = ScriptedLink(1.0, welcome(5), BROKEN)
+    again = ScriptedLink(5.0, welcome(5, epoch=1), reply(1, 6, epoch=1))
+    made = rigged([whole], [broken, again], discipline="sync", ack="durable")
+    made.exchange.join()
+    made.push(1)
+    assert made.exchange.await_all() == APPLIED
+    assert "last_round" not in made.network.hellos[2] and len(again.pushed) == 1
+
+
 def test_an_answer_that_came_while_another_server_was_waited_for_counts(rigged: Any) -> None:
     slow = ScriptedLink(1.0, welcome(0), None, None, None, None, reply(1, 1))
     quick = ScriptedLink(2.0, welcome(0), reply(1, 7), BROKEN)
