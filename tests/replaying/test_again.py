@@ -19,6 +19,7 @@ import offbeat
 from offbeat.cli import main
 from offbeat.errors import ConfigError, RunDirError
 from offbeat.run.events import read_events
+from offbeat.shard import partition
 
 LOCKED = (
     "sync",
@@ -193,7 +194,7 @@ def test_one_shard_goes_further_than_asked_for_where_another_one_needs_that(
     on_time = offbeat.replay(tmp_path / "on_time", recipe=RECIPES["plain"](), to=2)
     assert on_time.is_same and on_time.num_updates == 2 + 2
     mine, other = (torch.cat([t.flatten() for t in r.state.values()]) for r in (found, on_time))
-    half = -(-len(mine) // 2)
+    _, (half, _) = partition(len(mine), 2)
     assert torch.equal(mine[half:], other[half:]), "what went further is not in it"
     assert not torch.equal(mine[:half], other[:half])
 
@@ -222,7 +223,7 @@ def test_what_was_pushed_to_the_next_server_had_seen_the_former(
     lost, none, one, two = (
         torch.cat([t.flatten() for t in each.state.values()]) for each in (found, *after)
     )
-    half = -(-len(lost) // 2)
+    _, (half, _) = partition(len(lost), 2)
     assert torch.equal(lost[:half], two[:half])
     torch.testing.assert_close((lost - none)[half:], (two - one)[half:])
 
