@@ -51,7 +51,9 @@ from offbeat.roles.salvage import has_journals, salvage
 from offbeat.roles.scoring import score_line
 from offbeat.run.callbacks import Caller, Given, make_callbacks
 from offbeat.run.checkpoint import newest_checkpoint, read_weights, write_weights
+from offbeat.run.event_files import remove_halves
 from offbeat.run.job import Facts, Job
+from offbeat.run.journal import remove_if_empty
 from offbeat.run.making import make_job, rejoin_job
 from offbeat.run.progress import Display, MakeDisplay, make_display
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
@@ -404,6 +406,7 @@ def resume_config(
     _check(config, endpoint)
     with folder.locked() as lock, fork_server(config.engine, forks) as forks:
         checkpoint = newest_checkpoint(folder.checkpoints)
+        remove_halves(folder.events)
         elapsed_s = summarise(folder.path)["total_time_s"]
         began_s = time.monotonic() - elapsed_s
         is_given = options.get("recipe") is not None
@@ -516,6 +519,7 @@ def _run(
             engine.run()
             folder.cluster.unlink(missing_ok=True)
         finally:
+            remove_if_empty(folder.journal)
             summary = summarise(folder.path)
             folder.write_json(folder.summary, summary)
             caller.ended(summary, engine.failures)

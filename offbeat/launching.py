@@ -30,6 +30,8 @@ from offbeat.report.summary import summarise
 from offbeat.roles.salvage import has_journals, salvage
 from offbeat.run.callbacks import Caller
 from offbeat.run.checkpoint import newest_checkpoint
+from offbeat.run.event_files import remove_halves
+from offbeat.run.journal import remove_if_empty
 from offbeat.run.progress import Display, Status
 from offbeat.run.rundir import RunFolder, create_run_folder, describe_run
 from offbeat.run.tensorboard import check_installed
@@ -143,6 +145,7 @@ def relaunch(
     config = make_config(not_overruled(kept, options), options, here)
     _check(config)
     with folder.locked() as lock:
+        remove_halves(folder.events)
         elapsed_s = summarise(folder.path)["total_time_s"]
         began_s = time.monotonic() - elapsed_s
         salvaged: Sequence[str] = ()
@@ -209,6 +212,7 @@ class Launched:
                 if not engine.interrupted:
                     folder.cluster.unlink(missing_ok=True)
             finally:
+                remove_if_empty(folder.journal)
                 summary = summarise(folder.path)
                 folder.write_json(folder.summary, summary)
                 caller.ended(summary, engine.failures)

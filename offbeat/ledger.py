@@ -33,7 +33,7 @@ the same time: what they change here is each worker's own. Who comes and goes is
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,110 +50,21 @@ from offbeat.accounts import (
 )
 from offbeat.disciplines import Action as DisciplineAction
 from offbeat.disciplines import Apply, Discipline, Drop, Push, Reply
+from offbeat.pushes import (
+    ABSTAINING,
+    Action,
+    Copy,
+    Dismiss,
+    PushRecord,
+    Send,
+    Snapshot,
+    SnapshotRequest,
+    Write,
+    replies_first,
+)
 
-ABSTAINING = (DUPLICATE, STALE)
-"""Nothing comes of such a push, whatever it takes part in."""
 RECENT = 256
 """Of so many gradients the staleness is remembered, for whoever looks on."""
-
-
-@dataclass(slots=True)
-class PushRecord:
-    """One push, and what becomes of it. It is known by worker, incarnation and sequence."""
-
-    worker: int
-    incarnation: int
-    sequence: int
-    batch: int = 0
-    base_version: int = 0
-    """The version of the shard that its gradient was computed on."""
-    epoch: int = 0
-    """Of the server that it was meant for."""
-    received_s: float = 0.0
-    outcome: str = ACCEPTED
-    """A gradient that is no usable number begins as rejected."""
-    version: int | None = None
-    """The one that it made."""
-    staleness: int | None = None
-    mixed: bool = False
-    """Its reply was read while an update was under way."""
-    applied_s: float | None = None
-    replied_s: float | None = None
-    is_settled: bool = False
-    """The worker's account has it."""
-    lr: float | None = None
-    """The learning rate that its update was made with."""
-    speed: float = 0.0
-    """What its worker told of its own: local steps per second; 0: nothing."""
-    norm: Callable[[], float] | None = None
-    """Tells the norm of what its update was made with, before the server clipped that."""
-    is_decided: bool = False
-    """An Apply or a Drop has it."""
-    is_pending: bool = False
-    """It was answered before that; so it stays, whatever becomes of it."""
-    is_answered_first: bool = False
-    """Where the server promises: its reply comes before its update, or whatever becomes of it."""
-    is_closed: bool = False
-    """Its worker's session is done with it, and it was pending then."""
-    copy: Any = None
-    """Of its gradient, while it is pending; nobody looks into it here."""
-    coding_s: float = 0.0
-    """Seconds of a processor that it took to decode it, and to encode the reply."""
-
-    def event_line(self, shard: int) -> str:
-        """Its event. There are more of them than of any other, so that it is not put together by
-        json."""
-        version, staleness = self.version, self.staleness
-        norm = "" if self.norm is None else f', "norm": {number(self.norm())}'
-        lr = "" if self.lr is None else f', "lr": {number(self.lr)}'
-        coding = "" if not self.coding_s else f', "coding_s": {self.coding_s:.6f}'
-        return (
-            f'{{"kind": "push", "shard": {shard}, "worker": {self.worker}, '
-            f'"incarnation": {self.incarnation}, "sequence": {self.sequence}, '
-            f'"batch": {self.batch}, "base_version": {self.base_version}, '
-            f'"outcome": "{self.outcome}", "version": {"null" if version is None else version}, '
-            f'"staleness": {"null" if staleness is None else staleness}, '
-            f'"mixed": {"true" if self.mixed else "false"}, '
-            f'"received_s": {self.received_s:.6f}, "applied_s": {_seconds(self.applied_s)}, '
-            f'"replied_s": {_seconds(self.replied_s)}{lr}{norm}{coding}}}'
-        )
-
-
-@dataclass(eq=False, slots=True)
-class SnapshotRequest:
-    """The master wants a snapshot at the first version that is not below this one."""
-
-    at_version: int
-    snapshot: Any = None
-    """What was kept for it; nobody looks into it here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dismiss:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    request: SnapshotRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    record: PushRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    record: PushRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    record: PushRecord
-
-
-Action = Apply | Reply | Dismiss | Snapshot | Copy | Write | Send
 
 
 @runtime_checkable
@@ -174,6 +85,8 @@ class Member:
     """It has said that its work is done, and waits for the end of the run."""
     speed: float = 0.0
     """Local steps per second, as it told last; 0: it did not."""
+    pushed: int = 0
+    """The last push that its connection has brought."""
     num_heard: int = 0
     heard_s: float = 0.0
     """When it was first seen that so many messages had come of it."""
@@ -193,7 +106,8 @@ class Ledger:
     ) -> None:
         """`epoch`: how often the server was started before. `budget`: after so many updates no
         gradient is taken any more, and workers are told that the run is over. `in_step`: all
-        servers have the same rounds, so that a push of which nothing comes here stands for one.
+        servers have the same rounds, so that a push of which nothing comes here stands for one,
+        unless its connection brought it twice.
         `promises`: nobody is answered before the server's disk has what that says."""
         self.discipline = discipline
         self.epoch = epoch
@@ -221,6 +135,8 @@ class Ledger:
         self._book = AccountBook()
         self.under_way: dict[int, PushRecord] = {}
         """Each worker's last push."""
+        self._over: dict[int, int] = {}
+        """Of each worker the last push that is of a round which is over at another server."""
         self.pending: dict[tuple[int, int], PushRecord] = {}
         """Those that are, by worker and sequence."""
         self._decided: list[PushRecord] = []
@@ -318,21 +234,52 @@ class Ledger:
         if self.budget is not None and version >= self.budget:
             return (Dismiss("the run has all of its updates"),)
         self.under_way[record.worker] = record
-        if 0 < record.speed < math.inf and (member := self.members.get(record.worker)) is not None:
-            member.speed = record.speed
+        is_new = self._hear(record)
         if record.epoch != self.epoch:
             record.outcome = STALE
         elif not self._book.claim(record.worker, record.incarnation, record.sequence):
             record.outcome = DUPLICATE
-        takes_turn = self.in_step and record.worker in self.discipline.present
+        elif record.sequence <= self._over.get(record.worker, 0):
+            record.outcome = DROPPED
+            return (Reply(record.worker),)
+        takes_turn = self.in_step and is_new and record.worker in self.discipline.present
         if record.outcome in ABSTAINING and not takes_turn:
             return (Reply(record.worker),)
         push = Push(record.worker, record.sequence, record.base_version, version)
         actions = self._note(self.discipline.on_push(push))
         if self.promises and record.outcome != DROPPED:
-            record.is_answered_first = _replies_first(actions, push)
+            record.is_answered_first = replies_first(actions, push)
             return (Write(record), *actions)
         return actions
+
+    def _hear(self, record: PushRecord) -> bool:
+        """Whether its connection has not brought it before. A step that is done again, for another
+        server, comes over a new one, or of a worker that has said that it was through."""
+        member = self.members.get(record.worker)
+        if member is None:
+            return True
+        if 0 < record.speed < math.inf:
+            member.speed = record.speed
+        is_new, member.pushed = record.sequence > member.pushed, record.sequence
+        return is_new
+
+    def pass_over(self, pushes: Mapping[int, int]) -> Sequence[Action]:
+        """Rounds that have these pushes are over at another server, and were not made here, since
+        this one was started anew: who takes part in the next one there does so here, too."""
+        actions: list[Action] = []
+        for worker, sequence in pushes.items():
+            self._over[worker] = max(sequence, self._over.get(worker, 0))
+            record = self.under_way.get(worker)
+            if record is None or record.sequence > sequence or not self._is_gathered(record):
+                continue
+            actions += self._note(self.discipline.on_leave(worker))
+            actions += [Reply(worker), *self._note(self.discipline.on_join(worker))]
+        return actions
+
+    def _is_gathered(self, record: PushRecord) -> bool:
+        """Whether it waits for others, and its worker for it."""
+        is_here = record.worker in self.members and not record.is_decided
+        return is_here and record.outcome not in (*ABSTAINING, DROPPED)
 
     def take_part(self, pushes: Sequence[Push], version: int) -> list[PushRecord]:
         """Which of these make the update: none where the budget was spent meanwhile, and not those
@@ -531,32 +478,3 @@ class Ledger:
             return (Snapshot(unmet.pop()),) if version >= unmet[0].at_version else ()
         except IndexError:
             return ()
-
-
-def _replies_first(actions: Sequence[Action], push: Push) -> bool:
-    """Whether the worker of this push is answered before its update is made."""
-    for action in actions:
-        if isinstance(action, Reply) and action.worker == push.worker:
-            return True
-        if isinstance(action, Apply) and push in action.pushes:
-            return False
-    return False
-
-
-def cut(actions: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:
-    """Cut actions where an Apply follows a Reply: what was replied so far must leave before it."""
-    replied = False
-    for index, action in enumerate(actions):
-        if replied and isinstance(action, Apply):
-            return actions[:index], actions[index:]
-        replied = replied or isinstance(action, Reply)
-    return actions, ()
-
-
-def number(value: float) -> str:
-    """As JSON has it, which knows no NaN."""
-    return repr(value) if math.isfinite(value) else "null"
-
-
-def _seconds(value: float | None) -> str:
-    return "null" if value is None else f"{value:.6f}"

@@ -13,7 +13,7 @@ from helpers import toy_recipe
 
 from offbeat import Recipe
 from offbeat.engines import threads
-from offbeat.roles import acceptor, evaluator, master, run, server, sessions
+from offbeat.roles import acceptor, evaluator, master, rounds, run, server, sessions
 
 FRAMEWORK_THREADS = ("pytest_timeout", "pydevd", "tqdm_monitor")
 
@@ -28,6 +28,7 @@ for module, name in (
     (run, "REPORT_EVERY_S"),
     (server, "POLL_S"),
     (sessions, "POLL_S"),
+    (rounds, "POLL_S"),
     (acceptor, "POLL_S"),
 ):
     setattr(module, name, getattr(module, name) / 10)

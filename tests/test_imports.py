@@ -28,7 +28,7 @@ LAYERS = [
     ],
     [
         *("accounts", "config", "disciplines", "errors", "family", "importing", "ledger", "pace"),
-        *("place", "plugins", "scripts", "version"),
+        *("place", "plugins", "pushes", "scripts", "version"),
     ],
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

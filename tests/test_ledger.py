@@ -18,7 +18,8 @@ from offbeat.accounts import (
     accounts_to_json,
 )
 from offbeat.disciplines import Apply, Reply
-from offbeat.ledger import Dismiss, Ledger, PushRecord, Snapshot, cut
+from offbeat.ledger import Ledger
+from offbeat.pushes import Dismiss, PushRecord, Snapshot, cut
 
 DISCIPLINES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -85,6 +86,44 @@ def test_servers_in_step_have_a_push_of_which_nothing_comes_take_its_turn(
     ledger.applied(apply.pushes, 1, now=0.0)
     assert (idle.outcome, other.outcome) == (outcome, APPLIED)
     assert ledger.accounts[0] == Account(0, 5, applied=5)
+
+
+def test_a_push_that_comes_twice_takes_nobodys_turn() -> None:
+    ledger = make_ledger("sync", workers=2, in_step=True)
+    for worker in (0, 1):
+        ledger.join(worker, 0)
+    first, twice = PushRecord(0, 0, 1), PushRecord(0, 0, 1)
+    assert ledger.push(first, 0) == []
+    apply, *_ = ledger.push(PushRecord(1, 0, 1), 0)
+    assert isinstance(apply, Apply)
+    ledger.take_part(apply.pushes, 0), ledger.applied(apply.pushes, 1, now=0.0)
+    assert ledger.push(twice, 1) == (Reply(0),)
+    assert (first.outcome, twice.outcome) == (APPLIED, DUPLICATE)
+    assert ledger.push(PushRecord(0, 0, 2), 1) == [], "it waits for the other one"
+    apply, *_ = ledger.push(PushRecord(1, 0, 2), 1)
+    assert isinstance(apply, Apply) and [push.sequence for push in apply.pushes] == [2, 2]
+
+
+def test_what_is_of_a_round_that_is_over_elsewhere_is_dropped_and_answered() -> None:
+    """Worker 0 pushed step 5 to a server that was started anew; at another one it is in, with
+    worker 1's, which comes from there."""
+    ledger = make_ledger("sync", workers=3)
+    ledger.join(0, 0), ledger.join(2, 0)
+    early, late = PushRecord(0, 0, 5), PushRecord(2, 0, 5)
+    assert ledger.push(early, 3) == []
+    assert ledger.pass_over({0: 5, 1: 5, 2: 5}) == [Reply(0)]
+    assert early.outcome == DROPPED
+    ledger.replied(early)
+    ledger.join(1, 0)
+    assert ledger.push(late, 3) == (Reply(2),) and late.outcome == DROPPED
+    ledger.replied(late)
+    for worker in (0, 1):
+        assert ledger.push(PushRecord(worker, 0, 6), 3) == []
+    apply, *replies = ledger.push(PushRecord(2, 0, 6), 3)
+    assert isinstance(apply, Apply) and len(replies) == 3
+    assert [push.sequence for push in apply.pushes] == [6, 6, 6]
+    assert ledger.accounts[0].dropped == ledger.accounts[2].dropped == 1
+    assert ledger.pass_over({0: 6}) == [], "it is in an update already"
 
 
 def test_who_leaves_before_its_turn_comes_keeps_its_outcome() -> None:

@@ -17,7 +17,8 @@ from helpers import make_discipline
 
 from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, REJECTED, Accounts
 from offbeat.disciplines import Apply, Reply
-from offbeat.ledger import Action, Ledger, PushRecord, Send, Snapshot, Write
+from offbeat.ledger import Ledger
+from offbeat.pushes import Action, PushRecord, Send, Snapshot, Write
 
 DISCIPLINES: dict[str, dict[str, Any]] = {
     "sync": {},

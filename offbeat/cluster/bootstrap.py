@@ -57,6 +57,8 @@ MASTERS_OWN = ("threads", "data_dir", "keep", "checkpoint_every", "eval_every", 
 """Options that a master which takes another one's place may have changed."""
 RELEASE_TIMEOUT_S = 10.0
 JOINED_PER_EPOCH = 1000
+INCARNATIONS_PER_EPOCH = 1 << 16
+"""Of server 0, which gives workers theirs: those of another life are above."""
 LINGER_S = 60.0
 LEAVE_S = 10.0
 """How long a server that was told to leave stays for the master. A scheduler that ends a run tells
@@ -387,7 +389,8 @@ class Bootstrap:
             if rank is not None:
                 account = run.server.ledger.accounts.get(rank)
                 last = account.incarnation if account else -1
-                before = max(run.given.get(rank, -1), last, run.server.ledger.epoch << 16)
+                epoch = run.server.ledger.epoch
+                before = max(run.given.get(rank, -1), last, epoch * INCARNATIONS_PER_EPOCH)
                 run.given[rank] = before + 1
                 told |= {"rank": rank, "incarnation": before + 1}
         return told

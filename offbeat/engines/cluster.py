@@ -18,6 +18,7 @@ from torch import Tensor
 from offbeat.cluster.endpoint import Endpoint
 from offbeat.cluster.relay import SOURCES
 from offbeat.engines.base import score_of
+from offbeat.engines.succession import Succession
 from offbeat.engines.threads import ThreadEngine
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
 from offbeat.flat import FlatModel
@@ -55,7 +56,8 @@ class ClusterEngine(ThreadEngine):
         """`threads`: of each worker, where the user said how many. `incarnation` is new to the
         run's checkpoints, where there are any."""
         super().__init__(job, folder, display, clock)
-        network = MasterNetwork(endpoint, job, folder, clock, display.notice, threads)
+        mine = Succession.begin(folder, len(endpoint.hosts.addresses), incarnation)
+        network = MasterNetwork(endpoint, job, folder, mine, clock, display.notice, threads)
         network.failed = self._failed_elsewhere
         rank_0, of_evaluator = replicas
         context = Context(
@@ -67,7 +69,7 @@ class ClusterEngine(ThreadEngine):
             network=network,
             folder=folder,
             states=folder.states,
-            generation=incarnation,
+            generation=mine.incarnation,
             model=rank_0,
             summaries=self._summaries,
             orders=self._orders,
@@ -136,6 +138,7 @@ class MasterNetwork(SocketNetwork):
         endpoint: Endpoint,
         job: Job,
         folder: RunFolder,
+        succession: Succession,
         clock: Callable[[], float],
         say: Callable[[str], None],
         threads: int | None,
@@ -147,23 +150,16 @@ class MasterNetwork(SocketNetwork):
         super().__init__(endpoint.hosts.addresses, terms, say)
         self.failed: Callable[[str], None] = lambda line: None
         self._folder = folder
+        self._succession = succession
         self._clock = clock
         self._files: dict[str, EventFile] = {}
         self._writing = threading.Lock()
         """The books are not alone: who asks for norms, or for a script's state, connects too."""
-        before = folder.read_json(folder.cluster) if folder.cluster.exists() else {}
-        self._got: dict[int, list[Any]] = {int(k): v for k, v in before.get("got", {}).items()}
-        """What of each server's events is here: the number of the last answer that brought any."""
-        self._run = str(before.get("run") or secrets.token_hex(8))
-        self._epochs: list[int] = list(before.get("epochs", ()))
-        """What each server is to call its next life."""
-        if len(self._epochs) != len(self.addresses):
-            self._epochs = [max(self._epochs, default=0)] * len(self.addresses)
         options = {**job.config.to_json(), "threads": threads}
         for own in ("run_dir", "device", "quiet", "tensorboard", "log_every", "track"):
             options.pop(own)  # each machine's own affair
         self._told = Configure(
-            run=self._run,
+            run=succession.run,
             life=secrets.token_hex(8),
             config=options,
             facts=dataclasses.asdict(job.facts),
@@ -179,28 +175,16 @@ class MasterNetwork(SocketNetwork):
         """A connection to a server that knows what the run is."""
         end = super().connect_for_calls(shard, hello, layout, timeout_s)
         try:
-            told = dataclasses.replace(
-                self._told, epochs=list(self._epochs), elapsed_s=self._clock()
-            )
+            epochs = list(self._succession.epochs)
+            told = dataclasses.replace(self._told, epochs=epochs, elapsed_s=self._clock())
             with self.waiting(shard):
                 answer, _ = end.call(told.message(), {}, CALL_TIMEOUT_S)
         except ConnectionClosedError:
             end.close()
             raise
-        self._remember(shard, int(answer["epoch"]))
-        got = self._got.setdefault(shard, [])
-        return CollectingEnd(end, self._collect, got, self._write)
-
-    def _remember(self, shard: int, epoch: int) -> None:
-        with self._writing:
-            self._epochs[shard] = max(self._epochs[shard], epoch + 1)
-        self._write()
-
-    def _write(self) -> None:
-        """For a master that takes this one's place."""
-        with self._writing:
-            state = {"run": self._run, "epochs": self._epochs, "got": dict(self._got)}
-            self._folder.write_json(self._folder.cluster, state)
+        self._succession.remember(shard, int(answer["epoch"]))
+        got = self._succession.got.setdefault(shard, [])
+        return CollectingEnd(end, self._collect, got, self._succession.write)
 
     def _collect(self, events: Events) -> None:
         """Keep lines of events in the run's folder, each source's in a file of its own."""

@@ -15,6 +15,7 @@ from offbeat.engines.base import REFRESH_S, STOPPING, Engine
 from offbeat.engines.books import Books
 from offbeat.engines.cluster import MasterNetwork, status_of_master
 from offbeat.engines.ordered import OrderTaker
+from offbeat.engines.succession import Succession
 from offbeat.errors import ModelError, ScriptEndedError, ScriptRefusedError, StepError, in_a_line
 from offbeat.loops.description import Description
 from offbeat.loops.running import run_script
@@ -51,7 +52,7 @@ class ScriptedEngine(Engine):
         self._script = script
         self._endpoint = endpoint
         self._stop = stop
-        self._incarnation = incarnation
+        self._succession = Succession.begin(folder, len(endpoint.hosts.addresses), incarnation)
         self._progress: Callable[[], Progress] = dict
         self._records = FolderRecords(folder)
         self._over = threading.Event()
@@ -118,7 +119,7 @@ class ScriptedEngine(Engine):
         return Seat(
             config=config,
             rank=0,
-            incarnation=self._incarnation,
+            incarnation=self._succession.incarnation,
             clock=self.clock,
             stop=self._stop,
             records=self._records,
@@ -152,8 +153,16 @@ class ScriptedEngine(Engine):
                 f"a model of {len(job.manifest.tensors)} tensors is too many for the servers of a "
                 f"cluster to be told of"
             )
-        say, threads = self.display.notice, job.config.threads
-        return MasterNetwork(self._endpoint, job, self.folder, self.clock, say, threads, loop=loop)
+        return MasterNetwork(
+            self._endpoint,
+            job,
+            self.folder,
+            self._succession,
+            self.clock,
+            self.display.notice,
+            job.config.threads,
+            loop=loop,
+        )
 
     def _report(self, progress: Callable[[], Progress]) -> None:
         self._progress = progress

@@ -9,6 +9,7 @@ to its end, unless events are missing.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from offbeat.replaying.parts import Kept, Made, Revival, Seat, codes
+from offbeat.replaying.reach import Reach
 from offbeat.replaying.recorded import Committed, Computed, Point, Recorded
 from offbeat.roles.evaluator import load_state
 from offbeat.roles.scoring import Scoring, score_line
 from offbeat.rules import Gradient
 from offbeat.run.job import Job
+from offbeat.shard import ShardState
 
 SAY_EVERY_S = 5.0
 
@@ -106,10 +109,11 @@ class Course:
         self._num_gradients = self._num_updates = self._num_checked = self._num_others = 0
         self._difference: str | None = None
         self._target = target
-        self._revivals = self._make_revivals(self._goals(to))
+        self._reach = Reach(recorded, to, target, without, is_stateful=self._is_stateful)
+        self._revivals = self._make_revivals()
         self._said_s = time.monotonic()
 
-    def _make_revivals(self, goals: Sequence[Point] | None) -> dict[tuple[int, int], Revival]:
+    def _make_revivals(self) -> dict[tuple[int, int], Revival]:
         lives = [life for of_shard in self._recorded.lives for life in of_shard]
         wanted: dict[tuple[int, int], Counter[int]] = {
             (life.shard, life.number): Counter() for life in lives
@@ -125,45 +129,19 @@ class Course:
         for life in lives:
             if life.source is not None:
                 states[life.shard, life.source.life].add(life.source.version)
+        for goal in self._reach.goals.values():
+            if self._reach.is_beyond(goal):
+                states[goal.shard, goal.life].add(goal.version)
         told = [
             {checkpoint.shards[shard][0] for checkpoint in self._recorded.checkpoints}
             for shard in range(len(self._job.slices))
         ]
-        ends = self._ends(goals)
+        ends = self._reach.ends
         return {
             key: Revival(self._job, life, ends[key], wanted[key], states[key], told[life.shard])
             for life in lives
             if (key := (life.shard, life.number)) in ends
         }
-
-    def _goals(self, to: int | None) -> list[Point] | None:
-        """Where to stop, at every shard; None: where the run ended."""
-        if self._target is not None:
-            return [base for base in self._target.bases if base is not None]
-        if to is None:
-            return None
-        found = []
-        for of_shard in self._recorded.lives:
-            life = of_shard[-1]
-            while not life.has(to):
-                assert life.source is not None, "some life has it"
-                life = of_shard[life.source.life]
-            found.append(Point(life.shard, life.number, to))
-        return found
-
-    def _ends(self, goals: Sequence[Point] | None) -> dict[tuple[int, int], int]:
-        """How far each life is done again; what was lost in between, too, since others may have
-        computed on it."""
-        ends = {
-            (life.shard, life.number): life.ends
-            for of_shard in self._recorded.lives
-            for life in of_shard
-        }
-        for goal in goals or ():
-            for life in self._recorded.lives[goal.shard][goal.life + 1 :]:
-                ends.pop((life.shard, life.number))
-            ends[goal.shard, goal.life] = goal.version
-        return ends
 
     def run(self) -> Replayed:
         began_s = time.monotonic()
@@ -173,7 +151,7 @@ class Course:
             while sum(self._go_on(server) for server in self._revivals.values()):
                 self._tell()
             found = self._look()
-        last = self._last_of_each()
+        last = [self._last_of(shard) for shard in range(len(self._job.slices))]
         checkpoints = [
             (checkpoint.version, self._is_same(checkpoint))
             for checkpoint in self._recorded.checkpoints
@@ -181,7 +159,7 @@ class Course:
         ]
         self._look_at(checkpoints)
         return Replayed(
-            version=last[0].at,
+            version=last[0].version,
             num_gradients=self._num_gradients,
             num_updates=self._num_updates,
             num_checked=self._num_checked,
@@ -191,7 +169,7 @@ class Course:
             stopped=self._why_not(),
             found=found,
             took_s=time.monotonic() - began_s,
-            state=self._state_dict([server.shard.params for server in last]),
+            state=self._state_dict(last, [shard.tensors["params"] for shard in last]),
             scores=self._score(last),
         )
 
@@ -209,36 +187,41 @@ class Course:
             *(f"  {line}" for line in self._seat(target).look(target, self._kept(target))),
         ]
 
-    def _state_dict(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
-        first, model = self._last_of_each()[0].shard, self._job.make_model()
-        whole = torch.cat(list(params))
-        return self._job.manifest.state_dict(whole, first.floats, first.ints, model.frozen())
+    def _state_dict(self, last: Sequence[ShardState], each: Sequence[Tensor]) -> dict[str, Tensor]:
+        """`each`: the parameters, or their averages, of every shard."""
+        model, none = self._job.make_model(), torch.empty(0)
+        floats, ints = (last[0].tensors.get(kind, none) for kind in ("floats", "ints"))
+        return self._job.manifest.state_dict(torch.cat(list(each)), floats, ints, model.frozen())
 
-    def _score(self, last: Sequence[Revival]) -> Mapping[str, float]:
+    def _score(self, last: Sequence[ShardState]) -> Mapping[str, float]:
         if self._job.test is None:
             return {}
-        shards = [server.shard for server in last]
-        means = [shard.params if shard.ema is None else shard.ema for shard in shards]
+        means = [shard.tensors.get("ema", shard.tensors["params"]) for shard in last]
         module = self._job.make_model().module
-        load_state(module, self._state_dict(means))
+        load_state(module, self._state_dict(last, means))
         return Scoring(self._job.recipe, self._job.test, warn=self._say).score(module).values
 
     def _close(self) -> None:
         for seat in self._seats.values():
             seat.close()
 
-    def _last_of_each(self) -> list[Revival]:
-        """Of each shard the last one that has begun: that in which the replay ends."""
-        return [
-            max((s for s in lives if s.is_begun), key=lambda server: server.life.number)
-            for lives in map(self._lives_of, range(len(self._job.slices)))
-        ]
+    def _last_of(self, shard: int) -> ShardState:
+        """As the replay ends: at the goal, or as far as the last life of it that has begun came."""
+        goal = self._reach.goals.get(shard)
+        if goal is not None:
+            kept = self._revivals[shard, goal.life].states.get(goal.version)
+            if kept is not None:
+                return dataclasses.replace(kept, version=goal.version)
+        begun = [server for server in self._lives_of(shard) if server.is_begun]
+        last = max(begun, key=lambda server: server.life.number)
+        return dataclasses.replace(last.shard.state({}), version=last.at)
 
     def _go_on(self, server: Revival) -> bool:
-        """Make all updates of it that can be made by now; whether there was any."""
-        if not server.is_begun and not self._begin(server):
+        """Make all updates of it that can be made by now; whether there was any, or it has begun,
+        which others may have waited for."""
+        moved = not server.is_begun
+        if moved and not self._begin(server):
             return False
-        moved = False
         while not server.is_done and all(self._can_have(g) for g in self._of(server)):
             self._update(server)
             moved = True
@@ -294,7 +277,8 @@ class Course:
                     made.floats if shard == 0 else None,
                     made.ints if shard == 0 else None,
                     worker=gradient.worker,
-                    base_version=base.version,
+                    # of a former life there may have been more than this one has
+                    base_version=min(base.version, server.at),
                     base=made.bases[shard] if server.shard.rule.needs_base else None,
                 )
             )

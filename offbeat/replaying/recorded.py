@@ -156,6 +156,14 @@ class _Rejoin:
     """The other one had all that the first had answered: what had not come was pushed again."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Anew:
+    """A worker pushed to another server what it had computed on the former one's parameters."""
+
+    former_epoch: int
+    base_version: int
+
+
 Key = tuple[int, int, int]
 """Worker, incarnation, sequence."""
 
@@ -165,6 +173,8 @@ class _Reading:
         self._lives: list[list[Life]] = [[] for _ in range(num_shards)]
         self._arrivals: dict[Key, list[_Arrival]] = defaultdict(list)
         self._rejoins: dict[int, list[_Rejoin]] = defaultdict(list)
+        self._anew: dict[tuple[int, int, int, int], _Anew] = {}
+        """By worker, sequence, shard, and the epoch of the other server."""
         self._losses: dict[tuple[int, int], set[float]] = defaultdict(set)
         self._checkpoints: list[Committed] = []
         self._diverged: list[Event] = []
@@ -184,6 +194,9 @@ class _Reading:
                 is_whole = bool(event.get("whole"))
                 rejoin = _Rejoin(*found, event["seen_version"], is_whole)
                 self._rejoins[event["worker"]].append(rejoin)
+            case {"kind": "anew"}:
+                at = event["worker"], event["sequence"], event["shard"], event["epoch"]
+                self._anew[at] = _Anew(event["former_epoch"], event["base_version"])
             case {"kind": "run", "phase": "load"}:
                 lives = self._of(event["shard"])
                 lives.append(Life(event["shard"], len(lives), event["version"], event["epoch"]))
@@ -220,7 +233,7 @@ class _Reading:
             rejoins.sort(key=lambda rejoin: rejoin.at_s)
         arrived: dict[tuple[int, int, int], list[tuple[float, Computed]]] = defaultdict(list)
         for key, arrivals in self._arrivals.items():
-            for tried in self._tries(key[0], sorted(arrivals, key=lambda a: a.at_s)):
+            for tried in self._tries(key, sorted(arrivals, key=lambda a: a.at_s)):
                 self._settle(key, tried, arrived)
         for (shard, number, version), found in arrived.items():
             in_order = sorted(found, key=lambda each: each[0])
@@ -253,7 +266,7 @@ class _Reading:
         """Put down a gradient, and in every update that it went into."""
         arrivals = list(itertools.chain(*tried.values()))
         into = [arrival for arrival in arrivals if arrival.made is not None]
-        bases = [self._base(key[0], shard, tried) for shard in range(len(self._lives))]
+        bases = [self._base(key, shard, tried) for shard in range(len(self._lives))]
         first = min(arrivals, key=lambda arrival: arrival.at_s)
         is_unusable = any(arrival.is_unusable for arrival in arrivals)
         gradient = Computed(key[0], key[2], first.batch, bases, first.at_s, len(into), is_unusable)
@@ -280,23 +293,23 @@ class _Reading:
         found = Computed(worker, event["step"], event["batch"], bases, at_s, is_unusable=True)
         self._computed[worker].append((at_s, found))
 
-    def _tries(self, worker: int, arrivals: Sequence[_Arrival]) -> Iterator[Tried]:
+    def _tries(self, key: Key, arrivals: Sequence[_Arrival]) -> Iterator[Tried]:
         """Those that are of one gradient: a worker computes it again only when it has found
         another server where one had been, and that lacks some of what the first had."""
         tried: dict[int, list[_Arrival]] = {}
         for arrival in arrivals:
-            if tried and self._is_another(worker, tried, arrival):
+            if tried and self._is_another(key, tried, arrival):
                 yield tried
                 tried = {}
             tried.setdefault(arrival.point.shard, []).append(arrival)
         if tried:
             yield tried
 
-    def _is_another(self, worker: int, tried: Tried, arrival: _Arrival) -> bool:
-        if arrival.again:
+    def _is_another(self, key: Key, tried: Tried, arrival: _Arrival) -> bool:
+        if arrival.again or self._anew_of(key, arrival.point) is not None:
             return False
         before = next(iter(tried.values()))[0]
-        between = list(self._rejoins_of(worker, before.at_s, arrival.at_s))
+        between = list(self._rejoins_of(key[0], before.at_s, arrival.at_s))
         is_new = any(not rejoin.is_whole for rejoin in between)
         return is_new or (arrival.point.shard in tried and not between)
 
@@ -311,13 +324,25 @@ class _Reading:
             if shard in (None, rejoin.shard):
                 yield rejoin
 
-    def _base(self, worker: int, shard: int, tried: Tried) -> Point | None:
+    def _anew_of(self, key: Key, point: Point) -> _Anew | None:
+        epoch = self._lives[point.shard][point.life].epoch
+        return self._anew.get((key[0], key[2], point.shard, epoch))
+
+    def _computed_on(self, key: Key, point: Point) -> Point:
+        """What it was computed on that came to a server with this base."""
+        if (anew := self._anew_of(key, point)) is None:
+            return point
+        before = self._lives[point.shard][: point.life]
+        former = [life.number for life in before if life.epoch == anew.former_epoch]
+        return Point(point.shard, former[-1], anew.base_version) if former else point
+
+    def _base(self, key: Key, shard: int, tried: Tried) -> Point | None:
         """Of a server that died before it wrote the gradient down, the worker did when it found
         the next one."""
         if shard in tried:
-            return tried[shard][0].point
+            return self._computed_on(key, tried[shard][0].point)
         since_s = min(arrivals[0].at_s for arrivals in tried.values())
-        rejoin = next(self._rejoins_of(worker, since_s, shard=shard), None)
+        rejoin = next(self._rejoins_of(key[0], since_s, shard=shard), None)
         if rejoin is None:
             return None
         lives = [life for life in self._lives[shard] if life.epoch == rejoin.former_epoch]

@@ -323,6 +323,8 @@ class RoundPart:
     """And who does not, and which push is the last that is settled."""
     held: bool = False
     """It waits for the norm."""
+    version: int = 0
+    """Of the shard, when that round has gone in, or has not."""
     number: int = 0
     """Counts the rounds that were closed here, also those that were opened again; 0: none was."""
     pushes: frozenset[tuple[int, int]] = frozenset()
@@ -331,7 +333,7 @@ class RoundPart:
     """Of its part of each tensor, by the tensor's number."""
 
     def message(self) -> Message:
-        plain = {key: getattr(self, key) for key in ("epoch", "held", "number")}
+        plain = {key: getattr(self, key) for key in ("epoch", "held", "version", "number")}
         sets = {key: sorted(getattr(self, key)) for key in ("present", *PAIRS)}
         return {**plain, **sets}
 
@@ -350,6 +352,7 @@ class RoundPart:
             epoch=message["epoch"],
             present=frozenset(message["present"]),
             held=message["held"],
+            version=message["version"],
             number=message["number"],
             norms=dict(zip(*lists, strict=True)),
             **{key: frozenset((w, sequence) for w, sequence in message[key]) for key in PAIRS},

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.ledger import PushRecord
+from offbeat.pushes import PushRecord
 from offbeat.rules import Gradient
 
 TENSORS = ("values", "floats", "ints", "base", "rates")

@@ -14,7 +14,6 @@ anew, or only the connection broke. Nothing is known here of batches, losses and
         step = exchange.finish(step + 1)     # raises ConnectionClosedError when the run is over
 """
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +25,11 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED, APPLIED, DROPPED, LOST, REJECTED
 from offbeat.errors import ConnectionClosedError
-from offbeat.roles.calls import RoundPart
 from offbeat.roles.coding import Codecs
-from offbeat.roles.master import RemoteServer
+from offbeat.roles.elsewhere import Elsewhere
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
 from offbeat.transport.base import (
-    Message,
     Network,
     PushHeader,
     ReplyHeader,
@@ -104,12 +101,17 @@ class Exchange:
         self._links: list[WorkerEnd] = []
         self._pushed: list[PushHeader] = []
         """What went to each shard last."""
+        self._computed_on: list[tuple[int, int]] = []
+        """Of each shard the epoch and the version that this was computed on."""
         self._replies: list[ReplyHeader] = []
         """What came from each shard last: a reply, or what a welcome stands for."""
         self._answered: set[int] = set()
         """Shards that have said what became of the last push."""
         self._lost: dict[int, WorkerEnd] = {}
         """Shards whose server was started anew and lacks it, and the links that it went over."""
+        self._before = [0 for _ in job.slices]
+        """The version that each shard's server had shown before what is under way, in its life."""
+        self._elsewhere = Elsewhere(job, network, self._keep_trying)
         self._reached: list[int] = []
         """The last step that each shard has."""
         self.batches = 0
@@ -154,7 +156,7 @@ class Exchange:
         some shards only when a former incarnation died is not done again: those have it, and the
         others count it as lost."""
         self._links.append(self._join(0))
-        first = self._last_round(0) if self._job.joins_norms else {}
+        first = self._elsewhere.last_round(0) if self._job.joins_norms else {}
         for shard in range(1, len(self._job.slices)):
             self._links.append(self._join(shard, **first))
         self._replies = [_reply_of(link.welcome) for link in self._links]
@@ -168,26 +170,6 @@ class Exchange:
             self._log.info("going on after step %d", done)
         self._land()
         return done
-
-    def _last_round(self, shard: int) -> Message:
-        """What the other servers are to know, so that we take part in the same rounds everywhere:
-        which one was the last at this server, now that we are there. One that was started anew does
-        not know."""
-        part = self._ask_round(shard)
-        is_known = part.number or not part.epoch
-        return {"last_round": [list(push) for push in part.pushes]} if is_known else {}
-
-    def _ask_round(self, shard: int) -> RoundPart:
-        layout = self._job.layout(shard)
-        server = RemoteServer(self._network, shard, self._job.agreement, layout)
-        with contextlib.closing(server):
-            return self._keep_trying(lambda: server.round(0.0))
-
-    def _told_elsewhere(self, shard: int, former: WelcomeHeader) -> Message:
-        """The same for a server that took the place of another one in the midst of a round."""
-        if not self._job.joins_norms or self._ask_round(shard).epoch == former.epoch:
-            return {}
-        return self._last_round(0 if shard else 1)
 
     def _keep_trying(self, attempt: Callable[[], Result]) -> Result:
         return keep_trying(attempt, self._connect_timeout_s, self._stop, self._clock)
@@ -257,6 +239,7 @@ class Exchange:
         told of the worker's.
         `void`: it is unusable, and goes to none of them, or a shard without the bad element would
         take half of it. `made` is called when everything is encoded, and nothing has left yet."""
+        self._before = list(self.versions)
         slots = self.gradient_slots
         masked = not all(present)
         if masked:
@@ -279,6 +262,7 @@ class Exchange:
                 zip(self._links, versions, self.versions, strict=True)
             )
         ]
+        self._computed_on = [(header.epoch, header.base_version) for header in self._pushed]
         for link, header, rows in zip(self._links, self._pushed, self.rows, strict=True):
             if rows is not None:
                 num_values, header.num_rows = rows.extent(link.gradient_slot.rows)
@@ -340,6 +324,9 @@ class Exchange:
         if self._is_wanted(shard, link.welcome):
             self._push_again(shard, link)
             return None
+        if shard in self._elsewhere.open:
+            self._push_anew(shard, link)
+            return None
         if welcome.epoch != link.welcome.epoch:
             self._lost[shard] = link
         return _reply_of(welcome, LOST)
@@ -371,7 +358,8 @@ class Exchange:
             if shard != waiting and shard not in self._lost:
                 self._look_at(shard)
             if shard != waiting and shard in self._lost:
-                self._push_anew(shard)
+                self._push_anew(shard, self._lost.pop(shard))
+                self._answered.discard(shard)
 
     def _look_at(self, shard: int) -> None:
         """Whether its server is still there; it may have answered meanwhile."""
@@ -388,13 +376,23 @@ class Exchange:
         if reply is not None and reply.epoch == self._links[shard].welcome.epoch:
             self._take(shard, reply)
 
-    def _push_anew(self, shard: int) -> None:
+    def _push_anew(self, shard: int, former: WorkerEnd) -> None:
         """To the server that is there now, which knows nothing of the versions of the former."""
         welcome, header = self._links[shard].welcome, self._pushed[shard]
+        former_epoch, base_version = self._computed_on[shard]
+        self._events.record(
+            "anew",
+            worker=self._rank,
+            shard=shard,
+            sequence=header.sequence,
+            epoch=welcome.epoch,
+            former_epoch=former_epoch,
+            base_version=base_version,
+            at_s=self._clock(),
+        )
         header.epoch = welcome.epoch
         header.base_version = min(header.base_version, welcome.version)
-        self._push_again(shard, self._lost.pop(shard))
-        self._answered.discard(shard)
+        self._push_again(shard, former)
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
@@ -434,10 +432,14 @@ class Exchange:
         former = self._links[shard].welcome
         self.traffic.left(self._links[shard])
         self._links[shard].close()
-        self._links[shard] = self._join(shard, **self._told_elsewhere(shard, former))
+        epochs = [link.welcome.epoch for link in self._links]
+        told = self._elsewhere.told_to(shard, epochs, self._before)
+        self._links[shard] = self._join(shard, **told)
         welcome = self._links[shard].welcome
         self._reached[shard] = welcome.settled_sequence
         is_other = welcome.epoch != former.epoch
+        if is_other:
+            self._before[shard] = welcome.version
         if is_other and self._job.config.is_durable and not self._goes_on(shard, former):
             broken = "server %d has answered with version %d, and its disk has no more than %d"
             self._log.error(broken, shard, self.versions[shard], welcome.version)

@@ -25,8 +25,9 @@ from torch import Tensor
 from offbeat.accounts import APPLIED, DROPPED, REJECTED
 from offbeat.disciplines import Push
 from offbeat.errors import JournalError
-from offbeat.ledger import Ledger, PushRecord
+from offbeat.ledger import Ledger
 from offbeat.memory import view
+from offbeat.pushes import PushRecord
 from offbeat.rules import Gradient
 from offbeat.run.journal import Journal
 from offbeat.run.segments import DROP, GRADIENT, NO_VERSION, UPDATE, Entry, Head

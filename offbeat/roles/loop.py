@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import Action, Ledger
+from offbeat.ledger import Ledger
+from offbeat.pushes import Action
 from offbeat.roles.session import POLL_S, TICK_S, Session
 from offbeat.transport.base import PushHeader
 

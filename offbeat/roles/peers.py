@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offbeat.accounts import APPLIED, REJECTED
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import PushRecord
+from offbeat.pushes import PushRecord
 from offbeat.roles.calls import describe_state, state_from
 from offbeat.roles.coding import Codecs
 from offbeat.roles.exchange import CONNECT_TIMEOUT_S, POLL_S, Landing

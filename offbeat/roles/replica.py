@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offbeat.accounts import APPLIED, REJECTED, AccountBook, copied
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import SnapshotRequest
+from offbeat.pushes import SnapshotRequest
 from offbeat.roles.calls import (
     AskStatus,
     Call,

@@ -21,7 +21,7 @@ from offbeat.roles.journalling import Key, Recovered, Recovery, again, pushes_of
 from offbeat.run.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint, shard_digests
 from offbeat.run.events import EventLog
 from offbeat.run.job import Job
-from offbeat.run.journal import remove_journal
+from offbeat.run.journal import remove_if_empty, remove_journal
 from offbeat.run.rundir import RunFolder, role_name
 from offbeat.run.segments import UPDATE, Entry, list_segments, read_entries
 from offbeat.shard import ShardState
@@ -60,8 +60,7 @@ def salvage(folder: RunFolder, job: Job, *, at_s: float, tolerant: bool = False)
             )
     for path in folder.journal.glob("*"):
         remove_journal(path)
-    with contextlib.suppress(OSError):  # something else is in it
-        folder.journal.rmdir()
+    remove_if_empty(folder.journal)
     return list(dict.fromkeys(told))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from offbeat.accounts import REJECTED
-from offbeat.ledger import PushRecord
+from offbeat.pushes import PushRecord
 from offbeat.rows import Ids, Known, Rows
 from offbeat.rules import Gradient
 from offbeat.shard import Updater, usable

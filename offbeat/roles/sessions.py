@@ -23,23 +23,13 @@ from typing import Any
 from offbeat.accounts import DROPPED, REJECTED
 from offbeat.disciplines import Apply, Push, Reply
 from offbeat.errors import ConnectionClosedError
-from offbeat.ledger import (
-    Action,
-    Copy,
-    Dismiss,
-    Ledger,
-    PushRecord,
-    Send,
-    Snapshot,
-    Write,
-    cut,
-)
+from offbeat.ledger import Ledger
+from offbeat.pushes import Action, Copy, Dismiss, PushRecord, Send, Snapshot, Write, cut
 from offbeat.roles.attendant import SessionAttendant
-from offbeat.roles.calls import RoundPart
 from offbeat.roles.copies import Copies
 from offbeat.roles.journalling import Journalling, Recovered
 from offbeat.roles.loop import Loop
-from offbeat.roles.rounds import ClosedRound
+from offbeat.roles.rounds import Rounds
 from offbeat.roles.session import LARGE_FROM, POLL_S, TICK_S, Session
 from offbeat.rows import Known
 from offbeat.rules import Gradient
@@ -90,10 +80,7 @@ class Sessions:
         self._turn = make_mark(shard.params.device) if self._is_locked else NO_MARK
         """After what was last told to be done to the shard: every thread has a stream of its own,
         and a device does it in the order in which it was decided on."""
-        self._round: ClosedRound | None = None
-        self._round_changed = threading.Condition(self._mutex)
-        """A round was closed, or has gone in."""
-        self._num_rounds = 0
+        self.rounds = Rounds(self, self._mutex, self._turn, clock)
         self._copies = Copies()
         """Of the gradients that are pending."""
         self._journalling = journalling
@@ -156,7 +143,7 @@ class Sessions:
 
     def close(self, reason: str, *, over: bool) -> None:
         """End all sessions, and tell the workers why."""
-        self._abandon_round()
+        self.rounds.abandon()
         self._abandon_pending()
         for session in list(self._sessions.values()):
             session.end.close(reason, over=over)
@@ -195,17 +182,18 @@ class Sessions:
                 return None
         admitted = None
         while admitted is None:
-            if told is not None and self._gathers(told):
+            if told is not None and self.rounds.gathers(told):
                 with self._membership:
                     if not self._may_come(end, worker, incarnation):
                         return None
                 self.tell(lambda: self.ledger.leave_out([worker]))
-            self._wait_for_round(told)
+            self.rounds.wait(told)
             with self._membership:
                 if not self._may_come(end, worker, incarnation):
                     return None
                 with self._lock:
-                    if not self._must_wait(told):
+                    self._pass_over(told)
+                    if not self.rounds.must_wait(told):
                         admitted = self._admit(end, worker, incarnation)
         session, welcome, entry = admitted
         self.loop.wake()
@@ -233,7 +221,7 @@ class Sessions:
     ) -> tuple[Session, WelcomeHeader, int]:
         """Show it the shard as it is, and have it take part from now on; also in a round that is
         held. Returns the last entry of the journal then, too."""
-        reopened = self._reopen()
+        reopened = self.rounds.reopen()
         slot = end.reply_slot
         self._turn.order()
         slot.mark.order()
@@ -254,8 +242,8 @@ class Sessions:
         slot.mark.set()
         self._turn.set()
         settled, actions = self.ledger.join(worker, incarnation, self._clock())
-        self._carry_out(actions)
-        self._go_on(reopened)
+        self.carry_out(actions)
+        self.rounds.go_on(reopened)
         welcome = WelcomeHeader(
             version,
             settled,
@@ -338,21 +326,21 @@ class Sessions:
         with self._lock:
             if not self._is_large:
                 session.begin(header, self._clock())
-            if (held := self._held) is not None:  # the parameters are not yet those of its reply
-                session.awaits_reply = True
+            if (held := self.rounds.held) is not None:
+                session.awaits_reply = True  # the parameters are not yet those of its reply
                 held.events.append(functools.partial(self._push_late, session))
                 return ()
             now, later = cut(self.ledger.push(session.record, self.shard.version))
             session.awaits_reply = not (now and isinstance(now[0], Dismiss))
-            self._carry_out(now)
+            self.carry_out(now)
         return later
 
     def act(self, event: Callable[[], Sequence[Action]]) -> None:
         """Carry out what the ledger answers to something else than a push."""
         with self._lock:
-            self._carry_out(event())
+            self.carry_out(event())
 
-    def _carry_out(self, actions: Sequence[Action]) -> None:
+    def carry_out(self, actions: Sequence[Action]) -> None:
         if actions:
             self._carry_out_all(actions)
         for record in self.ledger.take_decided():
@@ -361,12 +349,12 @@ class Sessions:
     def _carry_out_all(self, actions: Sequence[Action]) -> None:
         self._turn.order()
         for index, action in enumerate(actions):
-            if (held := self._held) is not None and not isinstance(action, Snapshot):
+            if (held := self.rounds.held) is not None and not isinstance(action, Snapshot):
                 held.put_off(actions[index:])
                 break
             if isinstance(action, Apply):
                 self._apply(action.pushes)
-                if (held := self._held) is not None:
+                if (held := self.rounds.held) is not None:
                     held.replies = actions[index + 1 :]
                     break
             elif isinstance(action, Reply):
@@ -388,7 +376,7 @@ class Sessions:
 
     def _apply(self, pushes: Sequence[Push]) -> None:
         if self.shard.joint_clip is not None:
-            self._close_round(self._updater(in_loop=False), pushes)
+            self.rounds.close(self._updater(in_loop=False), pushes)
             return
         if self._is_locked:  # of those who pushed everybody may be gone
             self._make_update(self._updater(in_loop=False), pushes)
@@ -396,22 +384,23 @@ class Sessions:
             session = self._sessions[pushes[0].worker]
             with session.applying:
                 self._make_update(session.updater, pushes)
-        self._carry_out(self.ledger.due(self.shard.version))
+        self.carry_out(self.ledger.due(self.shard.version))
 
     def _make_update(self, updater: Updater, pushes: Sequence[Push]) -> None:
         """One update out of what these sessions pushed, written down together with it."""
         records = self.ledger.take_part(pushes, self.shard.version)
-        gradients = self._gradients_of(records)
+        gradients = self.gradients_of(records)
         version = updater.apply(gradients) if gradients else None
         for record in records:
             record.lr = updater.lr
             record.norm = None if updater.norm is None else updater.norm.value
         self.ledger.applied(pushes, version, self._clock())
+        self.rounds.last = pushes
         if self._journalling is not None:
             falls = self.shard.falls
             self._journalling.updated(pushes, records, version, updater.lr, falls)
 
-    def _gradients_of(self, records: Sequence[PushRecord]) -> list[Gradient]:
+    def gradients_of(self, records: Sequence[PushRecord]) -> list[Gradient]:
         found = [record.copy or self._sessions[record.worker].gradient for record in records]
         return [gradient for gradient in found if gradient is not None]
 
@@ -475,10 +464,10 @@ class Sessions:
         with session.reply_made:
             if session.reply is None and not self.ledger.is_closing:
                 session.reply_made.wait(TICK_S)
-                self._carry_out(self.ledger.tick(self._clock()))
+                self.carry_out(self.ledger.tick(self._clock()))
             is_over = self.ledger.is_closing
             if session.reply is None and not session.end.is_open():  # killed as it waited
-                self._carry_out(self.ledger.vanish(session.worker))
+                self.carry_out(self.ledger.vanish(session.worker))
                 is_over = True
         session.send_reply(self._clock)
         if is_over or not session.awaits_reply:
@@ -488,7 +477,7 @@ class Sessions:
     def close_push(self, session: Session) -> None:
         """It has its reply, or will have none: write it down."""
         record = session.record
-        if session.awaits_reply and self._is_orphan(record):
+        if session.awaits_reply and self.rounds.takes(record):
             session.awaits_reply = False
             return
         if record.is_pending and self._is_still_pending(record):
@@ -500,7 +489,7 @@ class Sessions:
             if self._journalling is not None and record.outcome == DROPPED:
                 with self._lock:
                     self._journalling.abandoned(record)
-        self._write_down(record)
+        self.write_down(record)
 
     def _is_still_pending(self, record: PushRecord) -> bool:
         """Then it is written down when it is known what becomes of it."""
@@ -516,7 +505,7 @@ class Sessions:
         if journalling is not None and record.outcome == DROPPED and journalling.is_open(record):
             journalling.dropped(record)
         if record.is_closed:
-            self._write_down(record)
+            self.write_down(record)
 
     def _abandon_pending(self) -> None:
         """The server is stopped. What was answered by one that promises is in its journal."""
@@ -526,9 +515,9 @@ class Sessions:
             for record in self.ledger.abandon_pending():
                 if record.is_closed:
                     record.is_closed = False
-                    self._write_down(record)
+                    self.write_down(record)
 
-    def _write_down(self, record: PushRecord) -> None:
+    def write_down(self, record: PushRecord) -> None:
         if record.outcome == REJECTED:
             refused = (
                 "refused a gradient of worker %d (batch %d): not finite, too large, or unreadable"
@@ -536,75 +525,21 @@ class Sessions:
             self._log.warning(refused, record.worker, record.batch)
         self._events.record_line(record.event_line, self._index)
 
-    # -- a round that waits for its norm -------------------------------------------------------
-
-    @property
-    def _held(self) -> ClosedRound | None:
-        return self._round if self._round is not None and self._round.is_held else None
-
-    def _close_round(self, updater: Updater, pushes: Sequence[Push]) -> None:
-        """Begin an update, which `end_round` ends; nothing is decided in between."""
-        records = self.ledger.take_part(pushes, self.shard.version)
-        self._num_rounds += 1
-        self._round = ClosedRound(self._num_rounds, pushes, records, updater)
-        if gradients := self._gradients_of(records):
-            self._round.begun = begun = updater.begin(gradients)
-            self._round.tensors, self._round.norms = updater.measure(begun)
-            self._round.is_held = True
-        else:
-            self.ledger.applied(pushes, None, self._clock())
-        self._round_changed.notify_all()
-
-    def ask_round(self, wait_s: float) -> RoundPart:
-        """The last round here, as soon as it waits for its norm; after `wait_s` in any case."""
-        with self._round_changed:
-            self._round_changed.wait_for(lambda: self._held or self.ledger.is_closing, wait_s)
-            found, here = self._round, self._who_is_here()
-        return here if found is None else found.part(here)
-
-    def _who_is_here(self) -> RoundPart:
-        ledger, accounts = self.ledger, self.ledger.accounts
-        present = frozenset(w for w, m in ledger.members.items() if not m.is_finished)
-        here = [s for s in list(self._sessions.values()) if s.worker in present]  # one may leave
-        return RoundPart(
-            ledger.epoch,
-            present=present,
-            waiting=frozenset((s.worker, s.record.sequence) for s in here if s.awaits_reply),
-            answered=frozenset(
-                (s.worker, accounts[s.worker].sequence if s.worker in accounts else 0)
-                for s in here
-                if not s.awaits_reply
-            ),
-            held=self._held is not None,
-        )
-
     def end_round(self, number: int, norm: float) -> None:
-        """The round of this number goes in; said again, that changes nothing."""
+        """The round of this number, which is held, goes in."""
         with self._lock:
-            held = self._held
-            if held is None or held.begun is None or held.number != number:
-                return
-            held.is_held = False
-            self._turn.order()
-            version = held.updater.end(held.begun, norm)
-            self._turn.set()
-            for record in held.records:
-                record.lr, record.norm = held.updater.lr, lambda: norm
-            self.ledger.applied(held.pushes, version, self._clock())
-            self._write_orphans(held)
-            self._carry_out(self.ledger.due(version))
-            self._carry_out(held.replies)
-            self._go_on(held.events)
-            self._round_changed.notify_all()
+            self.rounds.end(number, norm)
         self._ring()
 
-    def _go_on(self, events: Sequence[Callable[[], Sequence[Action]]]) -> None:
-        """With what came while a round was held; it may close the next one."""
-        for event in events:
-            if (held := self._held) is not None:
-                held.events.append(event)
-            else:
-                self._carry_out(event())
+    def here(self) -> Sequence[Session]:
+        return list(self._sessions.values())  # one may leave
+
+    # -- rounds that are held, or over elsewhere --------------------------------------------------
+
+    def _pass_over(self, told: Mapping[int, int] | None) -> None:
+        """What is over where a worker comes from, and was pushed to this server's former self."""
+        if told and self.ledger.discipline.in_rounds and self.shard.joint_clip is None:
+            self.carry_out(self.ledger.pass_over(told))
 
     def _push_late(self, session: Session) -> Sequence[Action]:
         """What came while a round was held; nothing comes of it where its worker left meanwhile,
@@ -616,71 +551,3 @@ class Sessions:
             session.end.close(actions[0].reason, over=True)
             return ()
         return actions
-
-    def _must_wait(self, told: Mapping[int, int] | None) -> bool:
-        """Whoever comes takes part in the same round at all servers, and is given its parameters.
-        So one that is held has to go in first: always where a worker comes in first, and elsewhere
-        if it was over there; if not, the worker is in it there."""
-        held = self._held
-        if self.ledger.is_closing:
-            return False
-        if held is None:
-            return told is not None and self._gathers(told)
-        if told is None or not self.ledger.reopens:
-            return True
-        return any(told.get(push.worker, -1) >= push.sequence for push in held.pushes)
-
-    def _gathers(self, told: Mapping[int, int]) -> bool:
-        """Whether a round is open here that was over where the worker comes from: this server was
-        started anew, and the worker's push for it went to its former self. So nothing comes of
-        that worker before the round has gone in; or it would be a step behind here for good."""
-        sessions = list(self._sessions.values())
-        return self._held is None and any(
-            session.awaits_reply and told.get(session.worker) == session.record.sequence
-            for session in sessions
-        )
-
-    def _wait_for_round(self, told: Mapping[int, int] | None) -> None:
-        """Without `_membership`, which everybody else needs meanwhile."""
-        with self._round_changed:
-            while self._must_wait(told):
-                self._round_changed.wait(POLL_S)
-
-    def _reopen(self) -> Sequence[Callable[[], Sequence[Action]]]:
-        """Take back that a round was closed, since nothing has come of that yet; returns what came
-        meanwhile. Who left is not in it any more."""
-        held = self._held
-        if held is None or held.begun is None or self.ledger.is_closing:
-            return ()
-        held.is_held = False
-        held.updater.cancel(held.begun)
-        self.ledger.reopen(held.pushes)
-        self._write_orphans(held)
-        self._round = None
-        self._round_changed.notify_all()
-        return held.events
-
-    def _is_orphan(self, record: PushRecord) -> bool:
-        """Whether a push whose worker is gone goes in all the same, and is written down then."""
-        if self.shard.joint_clip is None:
-            return False
-        with self._lock:
-            held = self._held
-            is_in = held is not None and any(one is record for one in held.records)
-            if held is not None and is_in:
-                held.orphans.append(record)
-        return is_in
-
-    def _abandon_round(self) -> None:
-        """The server is stopped: a round that waits for its norm does not go in."""
-        with self._mutex:
-            if (held := self._held) is not None:
-                held.is_held = False
-                self._write_orphans(held)
-            self._round_changed.notify_all()
-
-    def _write_orphans(self, held: ClosedRound) -> None:
-        """The round has gone in, or does not."""
-        for record in held.orphans:
-            self.ledger.abandon(record)
-            self._events.record_line(record.event_line, self._index)

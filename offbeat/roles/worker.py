@@ -30,9 +30,9 @@ import torch
 
 from offbeat.data.batches import Batch, StepBatch, batch_length, not_finite
 from offbeat.errors import ConnectionClosedError, NonFiniteLossError
-from offbeat.ledger import number
 from offbeat.pace import Pace
 from offbeat.place import at
+from offbeat.pushes import number
 from offbeat.randomness import make_seed
 from offbeat.recipes.base import StepLog
 from offbeat.roles.coding import parted

@@ -22,6 +22,8 @@ FULL_BYTES = 1 << 23
 LONG_BYTES = 1 << 20
 """A file that is closed with less stays as it is, for a person to read."""
 ARCHIVED = ".gz"
+HALF = ".tmp"
+"""What is being archived, and what a role that was killed then leaves."""
 
 
 class EventFile:
@@ -63,7 +65,7 @@ class EventFile:
     def _archive_it(self) -> None:
         """Lines go only when what is archived has reached the disk."""
         archived = archive_path(self._path)
-        beside = archived.with_name(f"{archived.name}.tmp")
+        beside = archived.with_name(archived.name + HALF)
         with beside.open("wb") as file:
             file.write(self._archive.end())
             file.flush()
@@ -81,6 +83,12 @@ def free_path(path: Path) -> Path:
         if not path.exists() and not archive_path(path).exists():
             break
     return path
+
+
+def remove_halves(folder: Path) -> None:
+    """Of archives whose roles were killed as they made them, and are gone: the lines are there."""
+    for path in folder.glob(f"*.jsonl{ARCHIVED}{HALF}"):
+        path.unlink()
 
 
 def archive_path(path: Path) -> Path:

@@ -16,6 +16,8 @@ waits for another one or for the disk; whoever owns the log calls `flush` from t
     rejoin by a worker that found a server again: worker, shard, epoch, former_epoch (the same where
            only the connection broke), version, seen_version, at_s; whole: another server, which
            has all that the first had answered
+    anew   by a worker that pushed to such another server what it had computed before: worker,
+           shard, sequence, epoch; former_epoch and base_version, which it was computed on; at_s
     score  by the evaluator: version, metric (null: NaN or infinite), count, at_s, every (of how
            many updates one is due); scores: all of them by their names, the metric first. By rank
            0's script, which counts nothing: higher_is_better, by their names, since nobody knew of

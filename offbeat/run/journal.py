@@ -250,7 +250,7 @@ class Journal:
             self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = None
         if self._lock is not None:
-            _remove_if_empty(self.folder)
+            remove_if_empty(self.folder)
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for children that have a copy of it
             os.close(self._lock)
             self._lock = None
@@ -345,9 +345,10 @@ def remove_journal(folder: Path) -> None:
     """All that is in it is in a checkpoint."""
     for path in sorted(folder.glob(f"*{SUFFIX}"), reverse=True):
         path.unlink()
-    _remove_if_empty(folder)
+    remove_if_empty(folder)
 
 
-def _remove_if_empty(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
+    """Where journals were."""
     with contextlib.suppress(OSError):  # there is something in it
         folder.rmdir()

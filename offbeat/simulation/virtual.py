@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from offbeat.accounts import DROPPED
 from offbeat.disciplines import Apply, Discipline, Reply
-from offbeat.ledger import Action, Copy, Ledger, PushRecord
+from offbeat.ledger import Ledger
+from offbeat.pushes import Action, Copy, PushRecord
 from offbeat.simulation.clock import Clock, Link
 from offbeat.simulation.timing import ServiceTimes, StepTimes, Timing
 

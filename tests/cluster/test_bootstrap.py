@@ -30,6 +30,7 @@ from offbeat.cluster.hosts import TF_VARIABLE, Hosts
 from offbeat.cluster.remote import NO_PAYLOAD, CallSink, ServersSource
 from offbeat.config import make_config
 from offbeat.engines.cluster import CollectingEnd, MasterNetwork
+from offbeat.engines.succession import Succession
 from offbeat.errors import ConfigError, ConnectionClosedError, NonFiniteLossError, OffbeatError
 from offbeat.roles import evaluator, worker
 from offbeat.roles.calls import Call, Events, Status
@@ -232,6 +233,35 @@ def test_a_server_does_not_outlive_its_master_for_long(tmp_path: Path) -> None:
         assert server.failures == [], "those were told to the former one"
         with pytest.raises(ConnectionClosedError, match="nothing was heard of the master"):
             made.servers[0].wait()
+
+
+def test_no_incarnation_of_a_worker_comes_twice_whoever_dies(tmp_path: Path) -> None:
+    """The other servers may have heard of later ones than server 0 knows."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    given: list[int] = []
+    for life in range(3):  # each master dies when it has told a server what to be, and so does that
+        mine = Succession.begin(folder, 1, incarnation=200_000)  # a checkpoint has 199,999
+        assert mine.incarnation == 200_000 + life
+        with cluster(tmp_path, servers=1, workers=2) as made:
+            server, _ = configure(made, epoch=mine.epochs[0])
+            load(server, {1: (7, 5)})
+            told = [server.answer({"ask": "config", "rank": 1}, {})[0] for _ in range(2)]
+            given += [each["incarnation"] for each in told]
+    assert given == sorted(set(given)) and given[0] > 200_000
+
+
+def test_a_master_that_goes_on_knows_what_servers_have_told(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = Succession.begin(folder, 2)
+    assert (first.epochs, first.incarnation) == ([0, 0], 0)
+    first.remember(1, 4)
+    first.got[1] = ["a", 3]
+    first.write()
+    second = Succession.begin(folder, 2, incarnation=1)
+    assert (second.run, second.got) == (first.run, {1: ["a", 3]})
+    assert second.epochs == [1, 6] and second.incarnation == 1
+    assert Succession.begin(folder, 3).epochs == [7, 7, 7], "cut anew: above all that ever were"
 
 
 def test_who_comes_back_or_joins_after_a_restart_is_somebody_new(tmp_path: Path) -> None:
@@ -493,9 +523,9 @@ def test_a_worker_that_is_silent_is_silent_for_tcp_too(tmp_path: Path) -> None:
         hosts=Hosts(ps=("127.0.0.1:1",), master="x:1"), terms=Terms(), start_timeout_s=1.0
     )
     nothing: Any = None
-    network = MasterNetwork(
-        endpoint, toy_job(worker_timeout=7.0), RunFolder(tmp_path), lambda: 0.0, nothing, None
-    )
+    job, folder = toy_job(worker_timeout=7.0), RunFolder(tmp_path)
+    mine = Succession.begin(folder, 1)
+    network = MasterNetwork(endpoint, job, folder, mine, lambda: 0.0, nothing, None)
     assert network.terms.peer_timeout_s == 7.0
 
 

@@ -51,7 +51,7 @@ def check(folder: Path, plan: Plan, forks: ForkServer | None) -> None:
     complaints = list(run.complaints())
     assert not complaints, f"{plan}\n{complaints}\n{run.notes.lines}"
     assert json.loads((run.run_dir / "summary.json").read_text())["restarts"] > 0, str(plan)
-    assert not list(run.run_dir.glob("journal/*/*")), "all of it is in the last checkpoint"
+    assert not (run.run_dir / "journal").exists(), "all of it is in the last checkpoint"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import offbeat
 from offbeat.cli import main
 from offbeat.errors import ConfigError, RunDirError
 from offbeat.run.events import read_events
+from offbeat.shard import partition
 
 LOCKED = (
     "sync",
@@ -139,6 +140,7 @@ def test_what_was_had_out_of_a_journal_is_no_other_run(
     loss = taking_a_picture(cross_entropy, run_dir, left)
     recipe = dataclasses.replace(RECIPES[name](), loss=loss)
     offbeat.train(recipe, run_dir=str(run_dir), quiet=True, **given)
+    (half := left / "events" / "ps-0.jsonl.gz.tmp").write_bytes(b"as it was archived")
     result = offbeat.resume(left, recipe=recipe)
     (kept,) = result.summary["kept"]
     assert (kept["applied"], kept["lost"]) == (72, 0)
@@ -147,7 +149,83 @@ def test_what_was_had_out_of_a_journal_is_no_other_run(
     assert [load["version"] > 0 for load in loads] == [False, False, True] and num_again > 40
     found = offbeat.replay(left, recipe=recipe)
     assert found.is_same and all(same for _, same in found.checkpoints), found.lines()
-    assert not (left / "journal").exists() or not list((left / "journal").glob("*/*"))
+    assert not (left / "journal").exists() and not half.exists()
+
+
+Brought = tuple[int, int, int]
+"""Worker, sequence, and the version of the shard that it was computed on."""
+
+
+def recorded(run_dir: Path, *of_shards: list[Brought]) -> None:
+    """A run in which each shard was brought just these gradients, in this order."""
+    train(run_dir, discipline="apply-reply", servers=len(of_shards), workers=3)
+    for shard, brought in enumerate(of_shards):
+        path = run_dir / "events" / f"ps-{shard}.jsonl"
+        events = list(map(json.loads, path.read_text().splitlines()))
+        some = next(event for event in events if event["kind"] == "push")
+        lines = events[:1]
+        for version, (worker, sequence, base) in enumerate(brought, 1):
+            known = {"worker": worker, "sequence": sequence, "batch": sequence - 1}
+            made = {"base_version": base, "version": version, "received_s": sequence + worker / 10}
+            lines.append({**some, **known, **made})
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for path in (run_dir / "events").glob("[!p]*"):
+        path.unlink()
+
+
+def test_no_shard_can_make_its_first_update_before_all_have_begun(run_dir: Path) -> None:
+    """Worker 1 was late at the second server, and worker 0 has seen what it made of the first."""
+    recorded(run_dir, [(1, 1, 0), (0, 1, 1)], [(0, 1, 0), (1, 1, 0)])
+    found = offbeat.replay(run_dir, recipe=RECIPES["plain"]())
+    assert found.is_same, found.lines()
+    assert (found.num_gradients, found.num_updates) == (2, 4)
+
+
+def test_one_shard_goes_further_than_asked_for_where_another_one_needs_that(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """Workers 0 and 2 were late at the first server, when worker 1 had seen them at the second."""
+    late, first = [(0, 1, 0), (2, 1, 0)], (1, 1, 0)
+    recorded(run_dir, [first, (1, 2, 1), *late], [*late, first, (1, 2, 3)])
+    found = offbeat.replay(run_dir, recipe=RECIPES["plain"](), to=2)
+    assert found.is_same and found.version == 2, found.lines()
+    assert (found.num_gradients, found.num_updates) == (4, 2 + 3)
+    recorded(tmp_path / "on_time", [first, *late], [*late, first])
+    on_time = offbeat.replay(tmp_path / "on_time", recipe=RECIPES["plain"](), to=2)
+    assert on_time.is_same and on_time.num_updates == 2 + 2
+    mine, other = (torch.cat([t.flatten() for t in r.state.values()]) for r in (found, on_time))
+    _, (half, _) = partition(len(mine), 2)
+    assert torch.equal(mine[half:], other[half:]), "what went further is not in it"
+    assert not torch.equal(mine[:half], other[:half])
+
+
+def test_what_was_pushed_to_the_next_server_had_seen_the_former(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """As if the second server had died and come back with nothing, and so lacks the first step."""
+    steps = [(0, 1, 0), (0, 2, 1)]
+    recorded(run_dir, steps, steps)
+    path = run_dir / "events" / "ps-1.jsonl"
+    load, first, second = map(json.loads, path.read_text().splitlines())
+    path.write_text("".join(json.dumps(event) + "\n" for event in (load, first)))
+    later = {**load, "epoch": 1}, {**second, "base_version": 0, "version": 1}
+    again = path.with_name("ps-1.1.jsonl")
+    again.write_text("".join(json.dumps(event) + "\n" for event in later))
+    anew = {"kind": "anew", "worker": 0, "shard": 1, "sequence": 2, "epoch": 1, "at_s": 1.5}
+    anew |= {"former_epoch": 0, "base_version": 1}
+    rejoin = {**anew, "kind": "rejoin", "seen_version": 1, "version": 0}
+    told = "".join(json.dumps(event) + "\n" for event in (rejoin, anew))
+    (run_dir / "events" / "worker-0.jsonl").write_text(told)
+    found = offbeat.replay(run_dir, recipe=RECIPES["plain"]())
+    assert found.is_same and (found.num_gradients, found.num_updates) == (2, 4), found.lines()
+    recorded(tmp_path / "whole", steps, steps)
+    after = [offbeat.replay(tmp_path / "whole", recipe=RECIPES["plain"](), to=n) for n in (0, 1, 2)]
+    lost, none, one, two = (
+        torch.cat([t.flatten() for t in each.state.values()]) for each in (found, *after)
+    )
+    _, (half, _) = partition(len(lost), 2)
+    assert torch.equal(lost[:half], two[:half])
+    torch.testing.assert_close((lost - none)[half:], (two - one)[half:])
 
 
 def test_it_goes_as_far_as_one_wants(run_dir: Path, tmp_path: Path) -> None:
@@ -213,7 +291,8 @@ def with_an_outlier(config: Any) -> Any:
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("discipline", ["apply-reply", "sync"])
 def test_where_a_loss_became_nan_is_found(run_dir: Path, discipline: str, servers: int) -> None:
-    recipe = toy_recipe(model=rooted, data=with_an_outlier)
+    small = offbeat.SGD(lr=0.001)  # parameters hardly move, whoever's gradients come first
+    recipe = toy_recipe(model=rooted, data=with_an_outlier, optimizer=small)
     given: dict[str, Any] = {"discipline": discipline, "engine": "inproc", "workers": 2}
     with pytest.raises(offbeat.RunError, match="the loss became"):
         offbeat.train(recipe, run_dir=str(run_dir), quiet=True, servers=servers, **given)

@@ -101,6 +101,24 @@ def test_a_gradient_that_is_computed_again_for_one_server_is_another_one(tmp_pat
     assert second.bases == [Point(0, 0, 1), Point(1, 1, 0)]
 
 
+def test_a_gradient_that_is_pushed_to_the_next_server_is_the_same_one(tmp_path: Path) -> None:
+    """Server 1 died before it had it, and came back with an older version."""
+    anew = {"kind": "anew", "worker": 0, "shard": 1, "sequence": 2, "epoch": 1, "at_s": 2.6}
+    anew |= {"former_epoch": 0, "base_version": 1}
+    found = read(
+        tmp_path,
+        2,
+        ps_0=[load(0, 0), push(0, 0, 1, 0, 1, 1.0), push(0, 0, 2, 1, 2, 2.0)],
+        ps_1=[load(1, 0), push(1, 0, 1, 0, 1, 1.0)],
+        worker_0=[rejoin(0, 1, 1, 1, 2.5), anew],
+        ps_1_again=[load(1, 0, 1), push(1, 0, 2, 0, 1, 3.0)],
+    )
+    of_first, of_second = found.lives
+    assert of_first[0].updates[2] == of_second[1].updates[1]
+    ((gradient,),) = [of_first[0].updates[2]]
+    assert gradient.bases == [Point(0, 0, 1), Point(1, 0, 1)] and gradient.num_uses == 2
+
+
 def test_a_life_ends_where_events_are_missing(tmp_path: Path) -> None:
     pushes = [push(0, 0, 1, 0, 1), push(0, 0, 3, 2, 3)]
     ((life,),) = read(tmp_path, 1, ps_0=[load(0, 0), *pushes]).lives

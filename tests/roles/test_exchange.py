@@ -16,7 +16,7 @@ from helpers import toy_job
 from sparse import sparse_recipe
 from torch import Tensor
 
-from offbeat.accounts import APPLIED, DROPPED
+from offbeat.accounts import APPLIED, DROPPED, LOST
 from offbeat.errors import ConnectionClosedError
 from offbeat.plugins import Choice
 from offbeat.roles.calls import AskRound, RoundPart, is_a
@@ -407,6 +407,45 @@ def test_who_waits_for_long_looks_at_the_other_servers(rigged: Any) -> None:
         assert (header.sequence, header.epoch, header.base_version) == (1, 1, version)
         assert set(slot[0]) == {0.25}
     assert len(slow.pushed) == 1 and rig.exchange.versions == [4, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "is_open"), [(0, 5, True), (0, 6, False), (1, 5, None)]
+)
+@pytest.mark.parametrize("shard", [0, 1])
+def test_in_rounds_a_server_that_was_started_anew_has_those_of_another_one(
+    rigged: Any, shard: int, epoch: int, version: int, is_open: bool | None
+) -> None:
+    """What is under way goes to it unless its round is over there. None: nobody knows."""
+    whole = ScriptedLink(1.0, welcome(5), reply(1, 6))
+    broken = ScriptedLink(1.0, welcome(5), BROKEN)
+    again = ScriptedLink(5.0, welcome(3, epoch=1), reply(1, 4, epoch=1))
+    links = [[broken, again], [whole]] if shard == 0 else [[whole], [broken, again]]
+    made = rigged(*links, discipline="sync")
+    pushes = frozenset([(0, 1), (1, 1)])
+    of_other = RoundPart(epoch, frozenset(), version=version, pushes=pushes)
+    made.network.rounds = {shard: RoundPart(1, frozenset()), 1 - shard: of_other}
+    made.exchange.join()
+    made.push(1, value=0.25)
+    outcome = made.exchange.await_all()
+    told = made.network.hellos[2].get("last_round")
+    assert told == (None if is_open is None else [[0, 1], [1, 1]])
+    if is_open:
+        ((header, slot),) = again.pushed
+        assert (header.epoch, header.base_version, set(slot[0])) == (1, 3, {0.25})
+    assert (outcome, bool(again.pushed)) == (APPLIED if is_open else LOST, bool(is_open))
+
+
+def test_servers_that_promise_are_told_of_no_round(rigged: Any) -> None:
+    """What the next one lacks everybody pushes again."""
+    whole = ScriptedLink(1.0, welcome(5), reply(1, 6))
+    broken = ScriptedLink(1.0, welcome(5), BROKEN)
+    again = ScriptedLink(5.0, welcome(5, epoch=1), reply(1, 6, epoch=1))
+    made = rigged([whole], [broken, again], discipline="sync", ack="durable")
+    made.exchange.join()
+    made.push(1)
+    assert made.exchange.await_all() == APPLIED
+    assert "last_round" not in made.network.hellos[2] and len(again.pushed) == 1
 
 
 def test_an_answer_that_came_while_another_server_was_waited_for_counts(rigged: Any) -> None:

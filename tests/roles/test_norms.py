@@ -259,7 +259,7 @@ def test_what_came_late_is_in_time_when_its_round_is_opened_again(tmp_path: Path
         fast.push(1.0)
         wait_until(lambda: round_of(made).held, "the round is closed")
         slow.push(3.0)
-        wait_until(lambda: bool(made.server.sessions._held.events), "it waits")
+        wait_until(lambda: bool(made.server.sessions.rounds.held.events), "it waits")
         made.join(2, last_round=[])
         wait_until(lambda: round_of(made).held, "the round is closed again")
         assert round_of(made).pushes == {(0, 1), (1, 1)}
@@ -284,7 +284,9 @@ def test_what_one_server_has_already_stands_for_its_round_there(tmp_path: Path) 
         wait_until(lambda: round_of(rigs[0]).held, "the round is closed")
         rigs[0].server.answer_call(EndRound(1, 2.0))
         assert [hand.reply().version for hand in hands[0]] == [1, 1]
-        hands[0][1].sequence = 0
+        hands[0][1].link.close()  # its next connection is told less than it had
+        wait_until(lambda: round_of(rigs[0]).present == {0}, "it has left")
+        hands[0][1] = rigs[0].join(1)
         hands[0][0].push(1.0)
         hands[0][1].push(1.0)  # again
         hands[1][0].sequence = 1
@@ -347,7 +349,7 @@ def test_what_comes_late_of_a_worker_that_left_comes_to_nothing(
         fast.push(1.0)
         wait_until(lambda: round_of(made).held, "the round is closed")
         slow.push(5.0)
-        held = made.server.sessions._held
+        held = made.server.sessions.rounds.held
         wait_until(lambda: len(held.events) == 1, "it waits")
         slow.link.close()
         wait_until(lambda: round_of(made).present == {0}, "it has left")
@@ -373,7 +375,7 @@ def test_what_comes_late_for_the_last_round_ends_its_worker_alone(tmp_path: Path
         fast.push(1.0)
         wait_until(lambda: round_of(made).held, "the round is closed")
         slow.push(5.0)
-        held = made.server.sessions._held
+        held = made.server.sessions.rounds.held
         wait_until(lambda: len(held.events) == 1, "it waits")
         made.server.answer_call(EndRound(1, 2.0))
         assert fast.reply().version == 1
@@ -396,13 +398,13 @@ def test_who_waits_for_a_round_to_come_in_keeps_nobody_else_waiting(
         def come_again() -> None:
             assert made.join(1, incarnation=1).version == 1
 
-        waits, wait_for_round = threading.Event(), made.server.sessions._wait_for_round
+        waits, wait_for_round = threading.Event(), made.server.sessions.rounds.wait
 
         def wait_as_ever(told: None) -> None:
             waits.set()
             wait_for_round(told)
 
-        monkeypatch.setattr(made.server.sessions, "_wait_for_round", wait_as_ever)
+        monkeypatch.setattr(made.server.sessions.rounds, "wait", wait_as_ever)
 
         def ask_and_end() -> None:
             assert waits.wait(TIMEOUT_S)

@@ -16,7 +16,8 @@ from rig import TRANSPORTS, Hand, Rig, rig, wait_until
 
 from offbeat.accounts import Account, Accounts
 from offbeat.disciplines import Action, Apply, Discipline, Drop, Push, Reply
-from offbeat.ledger import Copy, Ledger, PushRecord
+from offbeat.ledger import Ledger
+from offbeat.pushes import Copy, PushRecord
 from offbeat.roles import sessions as sessions_module
 from offbeat.roles.copies import Copies
 from offbeat.rules import DelayCompensated, Gradient, Sum

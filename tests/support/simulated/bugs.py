@@ -14,7 +14,8 @@ from typing import Any
 
 from offbeat.accounts import ACCEPTED, APPLIED, DUPLICATE, AccountBook, Accounts
 from offbeat.disciplines import Action, Apply, Bounded, Push, Reply, Sync
-from offbeat.ledger import Ledger, PushRecord
+from offbeat.ledger import Ledger
+from offbeat.pushes import PushRecord
 from offbeat.roles import sessions
 from offbeat.roles.copies import Copies
 from offbeat.roles.exchange import Exchange
@@ -182,6 +183,7 @@ BUGS = {
             "incarnation ignored",
             [(Ledger, "is_outdated", _ignore_incarnation)],
         ),
+        Bug("taking a turn twice", [(Ledger, "_hear", lambda *given: True)]),
         Bug("round closed twice", [(Sync, "_close", _close_and_keep)]),
         Bug("late gradient accepted in sync", [(Sync, "on_push", _take_late)]),
         Bug("late gradient pushed again in sync", [(Exchange, "_is_wanted", _never_late)]),
@@ -203,6 +205,7 @@ BUGS = {
         Bug("first snapshots in one go", [(Master, "_first_snapshots", _open_at_once)]),
         Bug("clocks that differ", [(Bounded, "on_join", _join_at_the_slowest)]),
         Bug("nobody looks at other servers", [(Exchange, "_look_at_others", _nothing)]),
+        Bug("rounds that do not meet", [(Ledger, "pass_over", lambda *given: ())]),
         Bug("versions of another life", [(Exchange, "push", _push_any_version)]),
         Bug("one look at the door", [(Sessions, "_may_come", _look_once)]),
         Bug("late with the first push", [(AccountBook, "admit", _admit_as_new)]),

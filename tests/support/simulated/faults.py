@@ -109,6 +109,12 @@ KINDS = {
     "slow": 1,
 }
 """And how often each is drawn."""
+HARMLESS = {"kill_server", "slow", "double"}
+"""Those after which workers still have the same rounds everywhere, if one server dies at most."""
+
+
+SLOW = 0.06
+"""How likely it is that a run with several servers has a worker that is very slow."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -132,7 +138,7 @@ def draw_plan(seed: int) -> Plan:
     within_s = draw.choice([0.3, 0.6, 1.0])
     faults = [_draw_fault(draw, within_s) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6]))]
     faults.sort(key=lambda fault: fault.at_s)
-    return Plan(
+    plan = Plan(
         seed=seed,
         shape=shape,
         inline=(inline := draw.random() < 0.5),
@@ -142,6 +148,31 @@ def draw_plan(seed: int) -> Plan:
         step_s=[draw.choice([0.01, 0.03, 0.03, 0.08]) for _ in range(workers)],
         faults=faults,
     )
+    return _doubled(_slowed(plan)) if servers > 1 else plan
+
+
+def _slowed(plan: Plan) -> Plan:
+    """Now and then a worker takes longer for a step than the others' patience lasts, and what goes
+    wrong does so meanwhile; often that is one server's death, and nothing else."""
+    draw = random.Random(f"slow {plan.seed}")
+    if draw.random() > SLOW:
+        return plan
+    slow, late = draw.randrange(plan.shape.workers), draw.choice([1.0, 5.0, 10.0])
+    step_s = list(plan.step_s)
+    step_s[slow] = draw.choice([0.6, 1.2, 1.8]) * SILENT_S
+    faults = [dataclasses.replace(fault, at_s=late * fault.at_s) for fault in plan.faults]
+    if draw.random() < 0.5:
+        faults = [Fault(draw.uniform(0.1, 2 * step_s[slow]), "kill_server", draw.random())]
+    return dataclasses.replace(plan, step_s=step_s, faults=faults)
+
+
+def _doubled(plan: Plan) -> Plan:
+    """Where servers share the norm of a gradient, pushes come twice more often."""
+    draw = random.Random(f"double {plan.seed}")
+    if not plan.shape.clips or draw.random() > 0.3:
+        return plan
+    fault = Fault(0.0, "double", draw.random(), 1.0)
+    return dataclasses.replace(plan, inline=True, polls=False, faults=[fault, *plan.faults])
 
 
 def _draw_fault(draw: random.Random, within_s: float) -> Fault:
@@ -174,6 +205,7 @@ class Run:
         self.job = make_job(plan.shape, self._make_towers)
         self.folder = Place(self.disk, "run")
         self.watch = Watch(self.world, plan.shape, self.job)
+        self.watch.meets = self._meets
         self.wires.watch = self.watch.heard
         self.engine: SimulatedEngine | None = None
         self.engines: list[SimulatedEngine] = []
@@ -204,6 +236,14 @@ class Run:
         all_told = f"{world.now_s!r} {counts} {watch.complaints} {trace}"
         digest = hashlib.sha256(all_told.encode()).hexdigest()
         return Outcome(plan, watch.complaints, *counts, digest, trace)
+
+    @property
+    def _meets(self) -> bool:
+        """Whether no worker ever misses a round, or is a step behind, at a single server."""
+        shape, kinds = self.plan.shape, [fault.kind for fault in self.plan.faults]
+        is_plain = shape.discipline == "sync" and not (shape.options or shape.overlap)
+        is_calm = kinds.count("kill_server") <= 1 and not set(kinds) - HARMLESS
+        return is_plain and shape.servers > 1 and is_calm
 
     @contextlib.contextmanager
     def _standing(self) -> Iterator[None]:
@@ -344,9 +384,7 @@ class Run:
             engine.replace(workers[int(fault.who * len(workers))])
 
     def _double(self, engine: SimulatedEngine, fault: Fault) -> None:
-        # in memory that is shared nothing is sent twice; where norms are joined a push that comes
-        # again stands for a step that is done again
-        if self.plan.inline and not self.plan.shape.clips:
+        if self.plan.inline:  # in memory that is shared nothing is sent twice
             self.wires.conditions.doubles = fault.who
             self.world.at(fault.length_s, lambda: self._undo(doubles=0.0))
 

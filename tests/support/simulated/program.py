@@ -29,6 +29,7 @@ from offbeat.roles import (
     loop,
     master,
     norms,
+    rounds,
     run,
     server,
     session,
@@ -52,6 +53,7 @@ PATIENT: dict[types.ModuleType, dict[str, float]] = {
     exchange: {"POLL_S": 0.2},
     loop: {"POLL_S": 0.2, "TICK_S": 0.05},
     master: {"POLL_S": 0.1},
+    rounds: {"POLL_S": 0.2},
     run: {"REPORT_EVERY_S": 0.25},
     server: {"POLL_S": 0.2},
     sessions: {"POLL_S": 0.2, "TICK_S": 0.05},
@@ -315,7 +317,7 @@ def installed(world: World, disk: Disk, descriptors: Descriptors, **more: Any) -
     clock = types.SimpleNamespace(monotonic=world.clock)
     places: dict[types.ModuleType, dict[str, Any]] = {
         module: {"threading": waiting, **PATIENT.get(module, {})}
-        for module in (acceptor, exchange, loop, master, norms, run, server, session, sessions)
+        for module in {**PATIENT, norms: {}, session: {}}
     }
     for module in (norms, loop):
         places[module]["time"] = clock

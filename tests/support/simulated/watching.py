@@ -13,7 +13,8 @@ from torch import Tensor
 
 from offbeat.accounts import ACCEPTED, APPLIED, DUPLICATE, Account, Accounts, accounts_from
 from offbeat.disciplines import Push, Sync
-from offbeat.ledger import Action, Ledger, PushRecord
+from offbeat.ledger import Ledger
+from offbeat.pushes import Action, PushRecord
 from offbeat.roles.server import Server
 from offbeat.run.checkpoint import Checkpoint, save_checkpoint
 from offbeat.transport.base import PushHeader, ReplyHeader, WelcomeHeader
@@ -67,6 +68,8 @@ class Watch:
         self.is_twofold = shape.overlap
         """A worker may have a step done, or under way, that is in by now: with overlap, or where
         two processes are one worker."""
+        self.meets = False
+        """Nobody is missing in any round, so that all steps in it have the same number."""
         self.books: list[Accounts] = []
         """The last accounts that were written down."""
         self.num_pushes = 0
@@ -190,6 +193,9 @@ class Watch:
         is_held = shadow.server.shard.joint_clip is not None  # it may be left, and joined
         if self._is_plain_sync and not is_held:
             self.hold(not lacking, f"{where}: the round is not whole, without {sorted(lacking)}")
+        if self.meets:
+            steps = sorted((push.sequence, push.worker) for push in pushes)
+            self.hold(steps[0][0] == steps[-1][0], f"{where}: steps {steps} meet in one round")
         most = int(self.shape.overlap)
         if most and (self.is_disturbed or not self._is_plain_sync):  # what had to wait is older
             return
