@@ -224,7 +224,7 @@ class Server:
             case Fall(versions):
                 self._fall(versions)
             case AskRound(wait_s):
-                part = self.sessions.ask_round(min(wait_s, POLL_S))
+                part = self.sessions.ask_round(min(POLL_S, wait_s))  # so that NaN is no time
                 return part.message(), part.tensors()
             case EndRound(number, norm):
                 self.sessions.end_round(number, norm)
