@@ -42,16 +42,15 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
     if len(body) != size:
         found = "more than" if len(body) > size else f"{len(body)} of"
         raise DataError(f"{path} holds {found} the {size} bytes that its header promises")
-    return torch.frombuffer(bytearray(body), dtype=torch.uint8).reshape(shape)
+    return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
 
 
-def _read(file: io.BufferedIOBase, most: int) -> bytes:
+def _read(file: io.BufferedIOBase, most: int) -> bytearray:
     """So many bytes, or as many as there are; memory for no more than these."""
-    parts = []
-    while most and (part := file.read(min(most, _CHUNK))):
-        parts.append(part)
-        most -= len(part)
-    return b"".join(parts)
+    found = bytearray()
+    while len(found) < most and (part := file.read(min(most - len(found), _CHUNK))):
+        found += part
+    return found
 
 
 def read_idx_pair(folder: Path, part: str, num_classes: int = 10) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix import checkpoints, files, mutation, wire
-from matrix.frames import Tape, call_of
+from matrix.desks import Tape, call_of
 from matrix.row import Row, Trial
 
 from offbeat.errors import CheckpointError, ConnectionClosedError
@@ -47,7 +47,7 @@ CHEAP = {
     (21, "digest of data"),
 }
 """Of these a few trials tell; the others wait for what does not come, or for a rare seed."""
-thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+thorough = settings(max_examples=80, derandomize=True, deadline=None, database=None)
 
 
 def trials_of(row: Row, count: int) -> list[str]:
@@ -189,7 +189,7 @@ def test_any_message_is_a_call_or_refused(ask: str, data: st.DataObject) -> None
         assert isinstance(read_call({"ask": ask, **said}, {"lines": torch.zeros(1)}), Call)
 
 
-@settings(thorough, max_examples=60)
+@settings(thorough, max_examples=40)
 @given(st.sampled_from(("shards", "files", "manifest", "plan", "version", "format")), values)
 def test_a_checkpoint_that_says_anything_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, name: str, value: Any

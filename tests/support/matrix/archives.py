@@ -22,7 +22,7 @@ from offbeat.errors import DataError
 
 from . import switched_off
 from .checkpoints import checkpoints_that_lie
-from .frames import a_folder
+from .desks import a_folder
 from .row import Row, Trial
 
 CONTENT = {
@@ -373,7 +373,7 @@ FILES = Row(
     "checkpoints that lie and have the right digests",
     "refused in a line; nothing written elsewhere; no memory for what is not there",
     10_000,
-    len(CASES) * (1 + LYING_CHECKPOINTS),
+    20 * (1 + LYING_CHECKPOINTS),
     files_trial,
     {"digest of data": switched_off.DATA_DIGEST, "labels": switched_off.LABELS},
 )

@@ -28,7 +28,7 @@ from offbeat.transport.sockets import SocketListener, _Slots
 from offbeat.transport.wire import FORMAT, HELLO, PROOF, Frame, json_frame, pack, pack_push
 
 from . import switched_off
-from .frames import a_folder
+from .desks import a_folder
 from .row import Row, Trial
 
 ATTEMPTS = 100

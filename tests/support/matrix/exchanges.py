@@ -31,7 +31,7 @@ from offbeat.transport.sockets import SocketNetwork, _Slots
 from offbeat.transport.wire import FORMAT, PUSH, REPLY, pack_push
 
 from . import switched_off
-from .frames import Unwritten, a_folder
+from .desks import Unwritten, a_folder
 from .row import Row, Trial
 
 STEPS = 200

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from rig import TOKEN
 
 from offbeat.data.files import read_idx
 from offbeat.errors import CheckpointError, ConnectionClosedError, DataError, JournalError
@@ -44,7 +45,7 @@ from offbeat.transport.wire import (
 
 from . import switched_off
 from .checkpoints import a_checkpoint, signed
-from .frames import EPOCH, PAYLOAD, SIZES, TOKEN, Desk, Tape, a_folder, hello_of
+from .desks import EPOCH, PAYLOAD, SIZES, Desk, Tape, a_folder, hello_of
 from .mutation import set_field
 from .row import Row, Trial
 
@@ -73,6 +74,7 @@ SHAPES: tuple[Any, ...] = (
     None,
     2**63,
 )
+NUM_CASES = 227
 MOST_BYTES = 3 << 20
 """That a case may allocate: a message of JSON may have 1 MB, and is read before it is looked at."""
 REFUSED = (ConnectionClosedError, CheckpointError, DataError, JournalError)
@@ -255,6 +257,7 @@ def lengths_trial(seed: int) -> Trial:
     with contextlib.suppress(*REFUSED):  # so that what is imported late is there
         made[0][1]()
     made = [*made[1:], cases()[0]]
+    assert len(made) == NUM_CASES
     tracemalloc.start()
     try:
         for name, read in made:
@@ -276,8 +279,8 @@ LENGTHS_ROW = Row(
     16,
     "lengths 0, -1, 2^31 to 2^64 - 1; shapes whose size is no number",
     "refused before anything is allocated for them",
-    1,
-    1,
+    NUM_CASES,
+    NUM_CASES,
     lengths_trial,
     {"length cap": switched_off.LENGTH_CAP},
 )

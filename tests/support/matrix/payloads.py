@@ -22,11 +22,11 @@ from offbeat.errors import OffbeatError
 from offbeat.run.checkpoint import newest_checkpoint, read_weights
 from offbeat.run.events import read_events
 from offbeat.run.initial import read_initial
-from offbeat.transport.wire import ANSWER, CALL, HELLO, PUSH, json_frame, pack
+from offbeat.transport.wire import ANSWER, CALL, HELLO, PUSH, Connection, json_frame, pack
 
 from .archives import CONTENT, known, tar_of, zip_of
 from .checkpoints import a_checkpoint, signed, small_model
-from .frames import Connection, Desk, Tape, a_folder, call_of, hello_of
+from .desks import Desk, Tape, a_folder, call_of, hello_of
 from .row import Row, Trial
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from helpers import toy_job, toy_model, toy_recipe
 from rig import Hand, Rig, knock
+from strangers import Stranger
 from torch import Tensor, nn
 
 from offbeat import SGD, AdamW
@@ -21,7 +22,7 @@ from offbeat.transport.codecs import Bf16
 from offbeat.transport.wire import FORMAT, PROTOCOL, WELCOME, Connection, Frame, pack
 
 from . import switched_off
-from .frames import Stranger, Tape, a_folder
+from .desks import Tape, a_folder
 from .row import Row, Trial
 
 BAD = (float("nan"), float("inf"), float("-inf"), 1e38, -1e38, 3e19)
