@@ -81,6 +81,18 @@ class Stranger:
             while self.socket.recv(4096):
                 pass
 
+    def say(self, raw: bytes) -> bytes:
+        """Everything, then nothing more; returns all that was answered until the server hung up."""
+        said = bytearray()
+        with contextlib.suppress(ConnectionError):  # it may hang up long before
+            self.socket.sendall(raw)
+        with contextlib.suppress(OSError):  # it has
+            self.socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError):
+            while more := self.socket.recv(1 << 16):
+                said += more
+        return bytes(said)
+
     def prove(self, proof: bytes) -> int:
         """The type of what is answered."""
         self.socket.sendall(pack(PROOF, length=len(proof)) + proof)

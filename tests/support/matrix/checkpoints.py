@@ -70,6 +70,13 @@ def signed(path: Path) -> None:
     (path / "manifest.sha256").write_text(digest)
 
 
+_NOTHING_LEFT = (
+    *(AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    struct.error,
+)
+"""Of a file that was spoilt before: then it stays as it is."""
+
+
 def spoil_file(path: Path, rng: random.Random) -> None:
     """One of a checkpoint's files, in one place."""
     name = rng.choice(
@@ -86,7 +93,7 @@ def spoil_file(path: Path, rng: random.Random) -> None:
     if rng.random() < 0.1:
         raw = rng.choice((b"", raw[: rng.randrange(len(raw))], raw + b"x", *HOSTILE))
     else:
-        with contextlib.suppress(ValueError, RecursionError, struct.error):  # spoilt before
+        with contextlib.suppress(*_NOTHING_LEFT):
             is_json = name == "manifest.json"
             raw = _spoilt_tree(raw, rng) if is_json else _spoilt_tensors(raw, rng)
     file.write_bytes(raw)

@@ -121,7 +121,8 @@ def handshakes_trial(seed: int) -> Trial:
         came_before, said = len(hellos), b""
         for number in range(ATTEMPTS):
             way = rng.choice(WAYS)
-            answered = _attempt(listener, way, heard, rng)
+            with Stranger(listener) as stranger:
+                answered = stranger.say(way(stranger, heard, rng))
             said += answered
             if _is_let_in(answered) or len(hellos) > came_before:
                 found.append(f"attempt {number}, {way.__name__.strip('_')}: let in")
@@ -139,19 +140,6 @@ def handshakes_trial(seed: int) -> Trial:
         if len(lines) > 4 * len(WAYS):
             found.append(f"{len(lines)} lines in the log")
     return Trial(tuple(found), counted=ATTEMPTS)
-
-
-def _attempt(listener: SocketListener, way: Attempt, heard: Overheard, rng: random.Random) -> bytes:
-    said = bytearray()
-    with Stranger(listener) as stranger:
-        raw = way(stranger, heard, rng)
-        with contextlib.suppress(ConnectionError):
-            stranger.socket.sendall(raw)
-            stranger.socket.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionError):
-            while more := stranger.socket.recv(4096):
-                said += more
-    return bytes(said)
 
 
 def _is_let_in(answered: bytes) -> bool:

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import json
 import random
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -408,7 +407,7 @@ def _talk(rig: Rig, rng: random.Random, agreed: Agreed, num_frames: int) -> Iter
         frames = mutated(a_worker_says(agreed, rng), rng)
         done += len(frames)
         with Stranger(rig.listener) as stranger:
-            said = _say_all(stranger, b"".join(frames))
+            said = stranger.say(b"".join(frames))
         wait_until(lambda: not rig.server.sessions._sessions, "its session is over")
         yield from agreed.check(b"".join(frames), said, token=False, reset=True)
         if rig.server.failure is not None:
@@ -417,18 +416,6 @@ def _talk(rig: Rig, rng: random.Random, agreed: Agreed, num_frames: int) -> Iter
         if not torch.equal(rig.shard.params, agreed.params):
             yield f"parameters are {rig.shard.params.tolist()}, not {agreed.params.tolist()}"
             return
-
-
-def _say_all(stranger: Stranger, raw: bytes) -> bytes:
-    """Everything, then nothing more; returns all that was answered until the server hung up."""
-    said = bytearray()
-    with contextlib.suppress(ConnectionError):  # it may hang up long before
-        stranger.socket.sendall(raw)
-        stranger.socket.shutdown(socket.SHUT_WR)
-    with contextlib.suppress(ConnectionError):
-        while more := stranger.socket.recv(1 << 16):
-            said += more
-    return bytes(said)
 
 
 _W, _S, _D = (_workers_trial, AT_ONCE), (_sockets_trial, AT_ONCE // 4), (_coded_trial, AT_ONCE)
