@@ -23,7 +23,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from offbeat.accounts import Accounts, accounts_from, accounts_to_json, joined
-from offbeat.aliases import PREFIX, is_per_segment, modernised, owner_of, progress
+from offbeat.aliases import DTYPES, PREFIX, is_per_segment, modernised, owner_of, progress
 from offbeat.errors import CheckpointError, in_a_line
 from offbeat.flat import Manifest
 from offbeat.shard import ShardState, tensors_in
@@ -32,6 +32,11 @@ FORMAT = 3
 FROZEN = "frozen.safetensors"
 BUFFERS = {"floats", "ints"}
 """Of a shard's tensors those that the first alone has."""
+KINDS = {
+    **dict.fromkeys(("params", "ema", "floats"), (torch.float32,)),
+    "ints": (torch.int64,),
+}
+"""What these are made of."""
 READABLE_FORMATS = (1, 2, 3)
 """Of the first one every gradient up to the last that was in counts as applied; before the third
 the names of an optimizer's state did not say what is kept for each element and what once."""
@@ -276,10 +281,10 @@ def _check(found: Checkpoint) -> None:
     for state in found.shards:
         params = state.tensors["params"]
         for name, tensor in state.tensors.items():
+            if tensor.dtype not in KINDS.get(name, DTYPES):
+                raise ValueError(f"{name} is {tensor.dtype}")
             if _is_over_elements(name) and tensor.shape != (params.numel(),):
                 raise ValueError(f"{name} is {list(tensor.shape)}, params {list(params.shape)}")
-        if params.dtype != torch.float32:
-            raise ValueError(f"params are {params.dtype}")
     sizes = {
         "params": (sum(s.tensors["params"].numel() for s in found.shards), manifest.num_elements),
         "floats": (first["floats"].numel() if "floats" in first else 0, manifest.num_floats),

@@ -202,7 +202,7 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "encrypted zip": lambda: _patched_zip(_CENTRAL, 8, b"\1\0"),
     "zip of an unknown method": lambda: _patched_zip(_CENTRAL, 10, b"\x63\0"),
     "zip whose check fails": lambda: _patched_zip(_CENTRAL, 16, b"\0\0\0\0"),
-    "zip whose sizes lie": lambda: _patched_zip(_CENTRAL, 20, b"\xff\xff\xff\x7f\xff\xff\xff\x7f"),
+    "zip whose sizes lie": lambda: _patched_zip(_CENTRAL, 20, b"\1\0\0\0\1\0\0\0"),
     "zip whose places lie": lambda: _patched_zip(_CENTRAL, 42, b"\xff\xff\xff\x7f"),
     "zip without members": lambda: _patched_zip(_LOCAL, 0, b"XX"),
     "name with a newline": lambda: tar_of({f"{name}\nx": body for name, body in CONTENT.items()}),
