@@ -236,7 +236,7 @@ def _read_checkpoint(path: Path, described: Any) -> Checkpoint:
     """What is in files whose digests are right. Whoever wrote them may have meant ill: then it is
     one of `_NONSENSE`."""
     if described["format"] not in READABLE_FORMATS:
-        raise CheckpointError(f"{path} is of format {described['format']}; this reads {FORMAT}")
+        raise CheckpointError(f"{path} is of format {described['format']!r}; this reads {FORMAT}")
     names = [f"shard-{k}.safetensors" for k in range(len(described["shards"]))]
     if others := set(described["files"]) - {*names, FROZEN}:
         raise ValueError(f"a file {min(others)!r}")

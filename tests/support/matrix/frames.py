@@ -392,8 +392,9 @@ def _sockets_trial(rng: random.Random) -> tuple[str, ...]:
             agreed = Agreed()
             found = flat(lambda count: _talk(rig, rng, agreed, count), AT_ONCE // 4, rig.events)
             other = rig.join(1000)
-            before = rig.shard.params.clone()
+            before, version = rig.shard.params.clone(), rig.shard.version
             other.exchange(1.0)
+            wait_until(lambda: rig.shard.version > version, "it is in")  # perhaps after the answer
             if not torch.equal(rig.shard.params, before - 1):
                 found += ("a worker that came later did not get its gradient in",)
             return found
