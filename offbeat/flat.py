@@ -15,6 +15,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,12 +124,19 @@ class Manifest:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Manifest":
+        """Raises a ValueError, TypeError or KeyError where that is no manifest."""
+
         def specs(key: str) -> tuple[TensorSpec, ...]:
-            return tuple(
+            found = tuple(
                 TensorSpec(**{**v, "shape": tuple(v["shape"]), "stride": tuple(v["stride"])})
                 for v in values[key]
             )
+            _check(found)
+            return found
 
+        names = [*values["frozen"], *values["aliases"], *dict(values["aliases"]).values()]
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a name that is no text")
         return cls(
             tensors=specs("tensors"),
             floats=specs("floats"),
@@ -169,6 +177,27 @@ class Manifest:
         for alias, name in self.aliases.items():
             state[alias] = state[name]
         return state
+
+
+def _check(specs: Sequence[TensorSpec]) -> None:
+    """That tensors which somebody describes lie one after the other, each within its place."""
+    offset = 0
+    for spec in specs:
+        numbers = (*spec.shape, *spec.stride, spec.offset, spec.numel)
+        if not isinstance(spec.name, str) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"{spec} is no tensor")
+        if not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
+            raise ValueError(f"{spec.dtype!r} is nothing that a tensor is made of")
+        last = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
+        if (
+            spec.offset != offset
+            or math.prod(spec.shape) != spec.numel
+            or last >= (spec.numel or 1)
+        ):
+            raise ValueError(f"{spec.name} is not where it can be")
+        if spec.sparse and len(spec.shape) < 2:
+            raise ValueError(f"{spec.name} has no rows")
+        offset += spec.numel
 
 
 def plain_name(name: str) -> str:

@@ -15,6 +15,7 @@ import hashlib
 import http.client
 import io
 import json
+import lzma
 import shutil
 import subprocess
 import tarfile
@@ -31,12 +32,18 @@ from typing import IO, Any
 import numpy as np
 
 from offbeat.data.catalog import DataFile, Dataset, find_dataset
-from offbeat.errors import DataError
+from offbeat.errors import DataError, in_a_line
 
 CHUNK = 1 << 18
 CONNECT_TIMEOUT_S = 20.0
 NPM_TIMEOUT_S = 900.0
 THERE, MISSING, DAMAGED = "there", "missing", "damaged"
+
+_BROKEN = (
+    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
+    *(EOFError, LookupError, OverflowError, RuntimeError, ValueError),
+)
+"""What readers of archives raise, also where one is encrypted, or says numbers that are none."""
 
 Meter = Callable[[str, int, int | None], None]
 """Told what is being fetched, how many bytes of it there are, and of how many, where known."""
@@ -238,7 +245,6 @@ def _take_from_archive(source: Path, folder: Path, wanted: Sequence[DataFile]) -
 @contextlib.contextmanager
 def _members(source: Path) -> Iterator[Iterator[tuple[str, IO[bytes]]]]:
     """The plain files in a tar or zip archive, each by the last part of its name."""
-    broken = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)
     try:
         if zipfile.is_zipfile(source):
             with zipfile.ZipFile(source) as archive:
@@ -254,8 +260,8 @@ def _members(source: Path) -> Iterator[Iterator[tuple[str, IO[bytes]]]]:
                     for member in tar
                     if member.isreg() and (stream := tar.extractfile(member)) is not None
                 )
-    except broken as error:
-        raise DataError(f"{source} is no archive, or a damaged one: {error}") from error
+    except _BROKEN as error:
+        raise DataError(f"{source} is no archive, or a damaged one: {in_a_line(error)}") from error
 
 
 def _take_from_pictures(source: Path, folder: Path, wanted: Sequence[DataFile]) -> None:
@@ -305,7 +311,7 @@ def _checked(stream: IO[bytes], file: DataFile, *, compressed: bool) -> Iterator
     unpacker = zlib.decompressobj(wbits=31) if compressed else None
     digest = hashlib.sha256()
     size = 0
-    while chunk := stream.read(CHUNK):
+    while chunk := _read(stream, file):
         yield chunk
         try:
             content = chunk if unpacker is None else unpacker.decompress(chunk, file.size + 1)
@@ -317,7 +323,16 @@ def _checked(stream: IO[bytes], file: DataFile, *, compressed: bool) -> Iterator
         digest.update(content)
     if size != file.size:
         raise DataError(f"{file.name} has {size} bytes instead of {file.size}")
+    if unpacker is not None and (not unpacker.eof or unpacker.unused_data.strip(b"\0")):
+        raise DataError(f"{file.name}.gz is cut short, or goes on behind its end")
     _compare(file.name, digest.hexdigest(), file.sha256)
+
+
+def _read(stream: IO[bytes], file: DataFile) -> bytes:
+    try:
+        return stream.read(CHUNK)
+    except OSError as error:
+        raise DataError(f"cannot read {file.name}: {error.strerror or error}") from error
 
 
 def _check_content(path: Path, file: DataFile, *, compressed: bool) -> None:

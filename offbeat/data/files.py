@@ -4,6 +4,7 @@ Anything that is not exactly what it should be is a DataError of one line that n
 """
 
 import gzip
+import io
 import math
 import zlib
 from pathlib import Path
@@ -16,6 +17,7 @@ from offbeat.errors import DataError, MissingDataError
 
 CIFAR_RECORDS_PER_FILE = 10_000
 _MOST_BYTES = 1 << 31
+_CHUNK = 1 << 20
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
@@ -32,7 +34,7 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
             size = math.prod(shape)
             if not 0 < size <= _MOST_BYTES:
                 raise DataError(f"{path} claims {size} bytes of data, which no such dataset has")
-            body = file.read(size + 1)
+            body = _read(file, size + 1)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise DataError(f"{path} is corrupt or cut short: {error}; fetch it again") from error
     except OSError as error:
@@ -40,7 +42,15 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
     if len(body) != size:
         found = "more than" if len(body) > size else f"{len(body)} of"
         raise DataError(f"{path} holds {found} the {size} bytes that its header promises")
-    return torch.frombuffer(bytearray(body), dtype=torch.uint8).reshape(shape)
+    return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
+
+
+def _read(file: io.BufferedIOBase, most: int) -> bytearray:
+    """So many bytes, or as many as there are; memory for no more than these."""
+    found = bytearray()
+    while len(found) < most and (part := file.read(min(most - len(found), _CHUNK))):
+        found += part
+    return found
 
 
 def read_idx_pair(folder: Path, part: str, num_classes: int = 10) -> tuple[Tensor, Tensor]:

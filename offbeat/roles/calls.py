@@ -126,6 +126,13 @@ class Fall(Call):
     ask = "fall"
     versions: list[int]
 
+    @classmethod
+    def read(cls, message: Message, tensors: Tensors) -> Self:
+        found = super().read(message, tensors)
+        if not found.versions:
+            raise ValueError("there is no version")
+        return found
+
 
 @dataclass(frozen=True)
 class AskRound(Call):
@@ -267,7 +274,7 @@ def read_call(message: Message, tensors: Tensors) -> Call:
         raise ConnectionClosedError(f"a server was asked for something unknown: {message}")
     try:
         return kind.read(message, tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConnectionClosedError(
             f"a server was asked {kind.ask!r} in a way that makes no sense: {error}", refused=True
         ) from error
@@ -418,13 +425,20 @@ def _fitting(kind: type[Call], message: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, hint in _hints(kind).items():
         if name != "ask" and name in message:
-            if not isinstance(message[name], _kinds(hint)):
+            if not _is(message[name], hint):
                 raise TypeError(f"{name} is {message[name]!r}")
             found[name] = message[name]
     return found
 
 
-def _kinds(hint: Any) -> tuple[type, ...]:
-    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kinds = tuple(typing.get_origin(each) or each for each in hints)
-    return (*kinds, int) if float in kinds else kinds
+def _is(value: object, hint: Any) -> bool:
+    """Whether a value is what a field is to be; of a list, each part of it."""
+    if hint is Any:
+        return True
+    if isinstance(hint, types.UnionType):
+        return any(_is(value, each) for each in typing.get_args(hint))
+    kind = typing.get_origin(hint) or hint
+    if kind is list:
+        (part,) = typing.get_args(hint)
+        return isinstance(value, list) and all(_is(each, part) for each in value)
+    return isinstance(value, (float, int) if kind is float else kind)

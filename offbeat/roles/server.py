@@ -224,7 +224,7 @@ class Server:
             case Fall(versions):
                 self._fall(versions)
             case AskRound(wait_s):
-                part = self.sessions.rounds.ask(min(wait_s, POLL_S))
+                part = self.sessions.rounds.ask(min(POLL_S, wait_s))  # so that NaN is no time
                 return part.message(), part.tensors()
             case EndRound(number, norm):
                 self.sessions.end_round(number, norm)

@@ -88,6 +88,9 @@ class Sessions:
         """Held while somebody comes or goes; before the lock, where both are."""
         self._sessions: dict[int, Session] = {}
         self._shared_updater: Updater | None = None  # in lock-free, of those that the loop serves
+        self._spare_updaters: list[Updater] = []
+        """In lock-free those of sessions that are over, for those that come: what they have counted
+        is part of the version."""
         self.loop = Loop(self, clock, f"ps-{index}-loop")
 
     def in_stream(self) -> Scope:
@@ -263,7 +266,11 @@ class Sessions:
     def _updater(self, *, in_loop: bool) -> Updater:
         """One that no two threads use at the same time."""
         if not (self._is_locked or in_loop):
-            return self.shard.make_updater(shared=True)
+            if not self._spare_updaters:
+                return self.shard.make_updater(shared=True)
+            spare = self._spare_updaters.pop()
+            spare.mark.order()  # what its last owner told a device to do
+            return spare
         if self._shared_updater is None:
             self._shared_updater = self.shard.make_updater(shared=not self._is_locked)
         return self._shared_updater
@@ -292,6 +299,8 @@ class Sessions:
                 self.tell(lambda: self.ledger.leave(session.worker))
             finally:
                 del self._sessions[session.worker]
+                if session.updater is not self._shared_updater:
+                    self._spare_updaters.append(session.updater)
                 self._membership.notify_all()
         self._log.info("worker %d left", session.worker)
 

@@ -17,20 +17,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from offbeat.accounts import Accounts, accounts_from, accounts_to_json, joined
-from offbeat.aliases import PREFIX, is_per_segment, modernised, owner_of, progress
-from offbeat.errors import CheckpointError
+from offbeat.aliases import DTYPES, PREFIX, is_per_segment, modernised, owner_of, progress
+from offbeat.errors import CheckpointError, in_a_line
 from offbeat.flat import Manifest
 from offbeat.shard import ShardState, tensors_in
 
 FORMAT = 3
+FROZEN = "frozen.safetensors"
+BUFFERS = {"floats", "ints"}
+"""Of a shard's tensors those that the first alone has."""
+KINDS = {
+    **dict.fromkeys(("params", "ema", "floats"), (torch.float32,)),
+    "ints": (torch.int64,),
+}
+"""What these are made of."""
 READABLE_FORMATS = (1, 2, 3)
 """Of the first one every gradient up to the last that was in counts as applied; before the third
 the names of an optimizer's state did not say what is kept for each element and what once."""
+_NONSENSE = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    SafetensorError,
+)
+"""What is raised where files that are not damaged hold something else than a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +85,8 @@ class Checkpoint:
         is in any of them."""
         if list(slices) == self.slices:
             return self.shards
-        keys = {key for shard in self.shards for key in shard.tensors} - {"floats", "ints"}
-        whole = {
-            key: _over_elements(self.shards, key)
-            for key in keys
-            if not is_per_segment(key) and owner_of(key) is None
-        }
+        keys = {key for shard in self.shards for key in shard.tensors} - BUFFERS
+        whole = {key: _over_elements(self.shards, key) for key in keys if _is_over_elements(key)}
         by_tensor = self._by_tensor(keys)
         shards = []
         for index, (lo, hi) in enumerate(slices):
@@ -184,7 +194,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         temporary.mkdir(parents=True)
         files = {f"shard-{k}.safetensors": s.tensors for k, s in enumerate(checkpoint.shards)}
         if checkpoint.frozen:
-            files["frozen.safetensors"] = checkpoint.frozen
+            files[FROZEN] = checkpoint.frozen
         digests = {name: _write_tensors(temporary / name, t) for name, t in files.items()}
         text = json.dumps(_describe(checkpoint, digests), indent=1)
         _write(temporary / "manifest.json", text.encode())
@@ -216,9 +226,20 @@ def load_checkpoint(path: Path) -> Checkpoint:
     text = _read(path / "manifest.json")
     if _sha256(text) != _read(path / "manifest.sha256").decode(errors="replace"):
         raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 is wrong")
-    described = json.loads(text)
+    try:
+        return _read_checkpoint(path, json.loads(text))
+    except _NONSENSE as error:
+        raise CheckpointError(f"{path} makes no sense: {in_a_line(error)}") from error
+
+
+def _read_checkpoint(path: Path, described: Any) -> Checkpoint:
+    """What is in files whose digests are right. Whoever wrote them may have meant ill: then it is
+    one of `_NONSENSE`."""
     if described["format"] not in READABLE_FORMATS:
-        raise CheckpointError(f"{path} is of format {described['format']}; this reads {FORMAT}")
+        raise CheckpointError(f"{path} is of format {described['format']!r}; this reads {FORMAT}")
+    names = [f"shard-{k}.safetensors" for k in range(len(described["shards"]))]
+    if others := set(described["files"]) - {*names, FROZEN}:
+        raise ValueError(f"a file {min(others)!r}")
     contents = {}
     for name, digest in described["files"].items():
         raw = _read(path / name)
@@ -227,22 +248,64 @@ def load_checkpoint(path: Path) -> Checkpoint:
         contents[name] = load_tensors(raw)
     shards = tuple(
         ShardState(
-            version=entry["version"],
-            tensors=_tensors(contents[f"shard-{k}.safetensors"], described["format"]),
+            version=_whole(entry["version"]),
+            tensors=_tensors(contents[name], described["format"]),
             accounts=_accounts(entry),
-            falls=tuple(entry.get("falls", ())),
-            entry=entry.get("entry", 0),
+            falls=tuple(map(_whole, entry.get("falls", ()))),
+            entry=_whole(entry.get("entry", 0)),
         )
-        for k, entry in enumerate(described["shards"])
+        for name, entry in zip(names, described["shards"], strict=True)
     )
-    return Checkpoint(
-        version=described["version"],
+    optimizer = described.get("optimizer")
+    found = Checkpoint(
+        version=_whole(described["version"]),
         manifest=Manifest.from_json(described["manifest"]),
         shards=shards,
-        frozen=contents.get("frozen.safetensors", {}),
-        plan=described["plan"],
-        optimizer=described.get("optimizer"),
+        frozen=contents.get(FROZEN, {}),
+        plan=dict(described["plan"]),
+        optimizer=None if optimizer is None else str(optimizer),
     )
+    _check(found)
+    return found
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} where a number is counted")
+    return number
+
+
+def _check(found: Checkpoint) -> None:
+    """That its parts fit together."""
+    manifest, first = found.manifest, found.shards[0].tensors
+    for state in found.shards:
+        params = state.tensors["params"]
+        for name, tensor in state.tensors.items():
+            if tensor.dtype not in KINDS.get(name, DTYPES):
+                raise ValueError(f"{name} is {tensor.dtype}")
+            if _is_over_elements(name) and tensor.shape != (params.numel(),):
+                raise ValueError(f"{name} is {list(tensor.shape)}, params {list(params.shape)}")
+    sizes = {
+        "params": (sum(s.tensors["params"].numel() for s in found.shards), manifest.num_elements),
+        "floats": (first["floats"].numel() if "floats" in first else 0, manifest.num_floats),
+        "ints": (first["ints"].numel() if "ints" in first else 0, manifest.num_ints),
+    }
+    for name, (there, needed) in sizes.items():
+        if there != needed:
+            raise ValueError(f"{there} {name}, and the model has {needed}")
+    for (lo, hi), state in zip(found.slices, found.shards, strict=True):
+        inside = len(tensors_in(manifest, lo, hi))
+        for name, tensor in state.tensors.items():
+            if is_per_segment(name) and tensor.shape != (inside,):
+                raise ValueError(f"{name} is {list(tensor.shape)}, of {inside} tensors")
+    specs = (*manifest.tensors, *manifest.floats, *manifest.ints)
+    if lost := set(manifest.aliases.values()) - {spec.name for spec in specs} - found.frozen.keys():
+        raise ValueError(f"another name for {min(lost)!r}, which is not there")
+
+
+def _is_over_elements(key: str) -> bool:
+    """Whether there is a number for each parameter."""
+    return key not in BUFFERS and not is_per_segment(key) and owner_of(key) is None
 
 
 def write_weights(path: Path, state: dict[str, Tensor]) -> None:
@@ -260,7 +323,10 @@ def write_weights(path: Path, state: dict[str, Tensor]) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """What `write_weights` wrote."""
-    return load_tensors(_read(path))
+    try:
+        return load_tensors(_read(path))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ is damage, a JournalError that names the file and the place.
 """
 
 import dataclasses
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -173,9 +174,9 @@ def _next(segment: Segment, file: BinaryIO, number: int) -> Entry | None:
     head, length, sum_of_payload = _unpacked(raw)
     if head.number != number or length > MAX_PAYLOAD:
         raise JournalError(f"{where}: it says that it is entry {head.number}")
+    if length > os.fstat(file.fileno()).st_size - file.tell():
+        return None  # and no memory for what is not there
     payload = file.read(length)
-    if len(payload) < length:
-        return None
     if zlib.crc32(payload) != sum_of_payload:
         if not payload.rstrip(b"\0") and _is_zero(file):
             return None

@@ -46,6 +46,10 @@ FINISH = 12
 
 MAX_HELLO_BYTES = 1 << 16
 MAX_JSON_BYTES = 1 << 20
+MAX_COUNT = 1 << 62
+"""Of steps, batches and versions."""
+MAX_DIMS = 64
+"""Of a tensor; torch knows no more."""
 STALL_TIMEOUT_S = 60.0
 """How long a peer may take to go on in the middle of a frame before it counts as gone."""
 CHUNK_BYTES = 1 << 20
@@ -96,7 +100,7 @@ class Frame:
 
     @property
     def sequence(self) -> int:
-        return int(self._fields[10])
+        return _counted(self._fields[10])
 
     def push(self) -> PushHeader:
         (_, _, _, _, flags, shard, worker, incarnation, epoch) = self._fields[:9]
@@ -105,9 +109,9 @@ class Frame:
         return PushHeader(
             worker,
             incarnation,
-            sequence,
-            base,
-            batch,
+            _counted(sequence),
+            _counted(base),
+            _counted(batch),
             epoch,
             shard,
             void,
@@ -127,6 +131,13 @@ class Frame:
         (_, _, _, _, flags, _, _, _, epoch) = self._fields[:9]
         (_, _, batches, size, version, settled, _) = self._fields[9:]
         return WelcomeHeader(version - 1, settled, epoch, flags & _LAST != 0, size, batches)
+
+
+def _counted(number: int) -> int:
+    """What is written into journals and archives, which have 63 bits for it."""
+    if number > MAX_COUNT:
+        raise ConnectionClosedError(f"the other end counts up to {number}, which nobody does")
+    return number
 
 
 def pack(kind: int, *, length: int = 0, sequence: int = 0, flag: bool = False) -> bytes:
@@ -452,21 +463,27 @@ def read_call(
     """The message and the tensors of a call; refuses more than `most_bytes` of tensors unread."""
     described = connection.read_json(frame.length)
     try:
-        shapes = [
-            (str(n), _DTYPES[d], [int(size) for size in s]) for n, d, s in described["tensors"]
-        ]
+        shapes = [(str(n), _DTYPES[d], _shape(s)) for n, d, s in described["tensors"]]
         message = dict(described["message"])
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in shapes]
-        fits = all(s >= 0 for _, _, shape in shapes for s in shape) and sum(sizes) <= most_bytes
     except (KeyError, TypeError, ValueError) as error:
         raise connection.lost(f"a call that makes no sense: {error!r}") from error
-    if not fits:
+    if sum(sizes) > most_bytes:
         raise connection.lost(
             f"a call with {sum(sizes)} bytes of tensors; {most_bytes} are allowed"
         )
     tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in shapes}
     connection.read_body(*(_of_any_kind(tensor) for tensor in tensors.values()))
     return message, tensors
+
+
+def _shape(described: Sequence[Any]) -> list[int]:
+    """Of a tensor, also of one without elements: its strides have to be numbers, too."""
+    if not all(type(size) is int and size >= 0 for size in described):
+        raise ValueError(f"the shape {described}")
+    if len(described) > MAX_DIMS or math.prod(max(1, size) for size in described) >= 1 << 60:
+        raise ValueError("a shape that no tensor has")
+    return list(described)
 
 
 def _of_any_kind(tensor: Tensor) -> memoryview:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matrix.archives import tar_of
 
 from offbeat.cli import main
 from offbeat.data import catalog, fetch
@@ -120,16 +121,6 @@ def archived(host: Host, monkeypatch: pytest.MonkeyPatch) -> Dataset:
 def known(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     monkeypatch.setitem(catalog.DATASETS, dataset.name, dataset)
     return dataset
-
-
-def tar_of(members: dict[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for name, body in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body))
-    return packed.getvalue()
 
 
 def states(dataset: Dataset, data_dir: Path) -> set[str]:

@@ -298,6 +298,30 @@ def test_lock_free_takes_no_lock_on_the_request_path(tmp_path: Path) -> None:
         assert isinstance(r.server.sessions._lock, contextlib.nullcontext)
 
 
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_lock_free_keeps_nothing_of_connections_that_are_over(
+    transport: str, tmp_path: Path
+) -> None:
+    """What a session applied its gradients with is the next one's."""
+    with rig(tmp_path, "lock-free", 2, transport=transport, optimizer=SGD(0.5, momentum=0.5)) as r:
+        other = r.join(1)
+        for step in range(1, 6):
+            hand = r.join(0)
+            hand.sequence = hand.link.welcome.settled_sequence
+            assert hand.sequence == step - 1
+            hand.exchange(1.0)
+            hand.link.close()
+            wait_until(lambda: 0 not in r.server.sessions._sessions, "it has left")
+        other.exchange(1.0)
+        wait_until(lambda: r.shard.version == 6, "all are in")
+        assert len(r.shard.updaters) <= 2
+
+
+def test_a_time_that_is_none_is_not_waited_for(tmp_path: Path) -> None:
+    with rig(tmp_path, "sync", 1) as r:
+        assert r.server.answer({"ask": "round", "wait_s": float("nan")}, {})[0]["number"] == 0
+
+
 @pytest.mark.parametrize("num_pushes", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_lock_free_eight_sessions_apply_every_gradient_exactly_once(
     tmp_path: Path, num_pushes: int

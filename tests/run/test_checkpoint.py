@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix.checkpoints import make_checkpoint, small_model
 from safetensors.torch import load_file
-from torch import nn
 
 import offbeat
 from offbeat.accounts import Account
@@ -25,31 +25,6 @@ from offbeat.run.checkpoint import (
     save_checkpoint,
 )
 from offbeat.shard import Shard, ShardState, partition, segments_of
-
-
-def small_model() -> nn.Module:
-    torch.manual_seed(1)
-    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    module[0].bias.requires_grad_(False)
-    return module
-
-
-def make_checkpoint(version: int = 12, num_shards: int = 2, ema: bool = True) -> Checkpoint:
-    flat = FlatModel(small_model())
-    floats, ints = torch.zeros(6), torch.zeros(1, dtype=torch.int64)
-    flat.write_buffers(floats, ints)
-    shards = []
-    for k, (lo, hi) in enumerate(partition(len(flat.params), num_shards)):
-        tensors = {"params": flat.params[lo:hi].clone()}
-        if ema:
-            tensors["ema"] = flat.params[lo:hi] * 2
-        if k == 0:
-            tensors |= {"floats": floats, "ints": ints}
-        accounts = {0: Account(1, 5, applied=3, dropped=1, lost=1)}
-        shards.append(ShardState(version=version + k, tensors=tensors, accounts=accounts))
-    return Checkpoint(
-        version=version, manifest=flat.manifest, shards=tuple(shards), frozen=flat.frozen()
-    )
 
 
 def test_what_was_saved_is_loaded_and_fits_the_model(tmp_path: Path) -> None:
@@ -155,11 +130,13 @@ def test_an_optimizers_state_of_an_earlier_format_is_read(tmp_path: Path, kind: 
     options = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.1}
     optimizer = Optimizer(kind=kind, options=options)
     size = flat.manifest.num_elements
-    shard = Shard(flat.params.clone(), segments_of(flat.manifest, optimizer, 0, size), optimizer)
+    buffers = {"floats": torch.zeros(6), "ints": torch.zeros(1, dtype=torch.int64)}
+    segments = segments_of(flat.manifest, optimizer, 0, size)
+    shard = Shard(flat.params.clone(), segments, optimizer, **buffers)
     updater = shard.make_updater()
     updater.apply([Gradient(torch.ones(size), [True, False, True, True, True])])
     now = shard.state({})
-    before = {"params": now.tensors["params"]}
+    before = {"params": now.tensors["params"], **buffers}
     for key, values in now.tensors.items():
         match key.split("."):
             case ["optimizer", "has", _, "momentum_buffer"]:

@@ -5,6 +5,8 @@ import logging
 import os
 import threading
 import time
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from offbeat.errors import JournalError
 from offbeat.run import journal as journal_module
 from offbeat.run.journal import Journal, remove_journal
 from offbeat.run.segments import (
+    _HEAD,
     DROP,
     GRADIENT,
     UPDATE,
@@ -198,6 +201,20 @@ def test_a_flipped_bit_is_found_at_every_byte_and_named(tmp_path: Path) -> None:
             path.write_bytes(damaged)
             with pytest.raises(JournalError, match=path.name):
                 texts(tmp_path / "j")
+
+
+def test_there_is_no_memory_for_a_payload_that_is_not_there(tmp_path: Path) -> None:
+    path, raw, ends = small(tmp_path / "j")
+    head = bytearray(raw[ends[-2] : ends[-2] + _HEAD.size])
+    head[-16:-8] = (1 << 39).to_bytes(8, "little")
+    head[-4:] = zlib.crc32(head[:-4]).to_bytes(4, "little")
+    path.write_bytes(raw[: ends[-2]] + head + raw[ends[-2] + _HEAD.size :])
+    tracemalloc.start()
+    try:
+        assert len(texts(path.parent)) == 2, "what is before it"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_zeroed_head_in_the_midst_of_it_is_damage(tmp_path: Path) -> None:

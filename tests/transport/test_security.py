@@ -1,60 +1,32 @@
 """Who may come in: the token, TLS, and what strangers get to see and to use up."""
 
 import contextlib
-import hashlib
-import hmac
-import logging
 import select
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rig import TOKEN, authority, knock, tls_terms, wait_until
+from strangers import LAYOUT, Stranger, T, a_server, mac
 
 from offbeat.errors import ConfigError, ConnectionClosedError
 from offbeat.roles import acceptor
-from offbeat.roles.acceptor import Acceptor
-from offbeat.transport.base import Layout, ServerEnd
 from offbeat.transport.security import NONCE_BYTES, TOKEN_VARIABLE, Terms, TlsSocket, load_terms
 from offbeat.transport.sockets import SocketListener, connect_for_calls
 from offbeat.transport.wire import (
     CHALLENGE,
-    FORMAT,
     GOODBYE,
     HELLO,
     PROOF,
     REFUSE,
-    Frame,
     pack,
 )
-
-LAYOUT = Layout(num_elements=5, num_tensors=2)
-T = 10.0
-
-
-@contextlib.contextmanager
-def a_server(terms: Terms) -> Iterator[tuple[SocketListener, list[Any]]]:
-    """A listener whose visitors are greeted; the hellos of those who came in are collected."""
-    listener = SocketListener("tcp:127.0.0.1:0", LAYOUT, terms)
-    hellos: list[Any] = []
-
-    def serve(end: ServerEnd, hello: Any) -> None:
-        hellos.append(hello)
-        end.refuse("that will do")
-
-    greeter = Acceptor(listener, serve, "test", logging.Logger("test"))
-    greeter.start()
-    try:
-        yield listener, hellos
-    finally:
-        greeter.close()
-        greeter.join()
 
 
 def come(listener: SocketListener, terms: Terms) -> str:
@@ -90,52 +62,6 @@ def test_who_does_not_stays_out(ours: bytes | None, theirs: bytes | None, messag
 
 def test_a_token_is_not_shown_by_accident() -> None:
     assert TOKEN.decode() not in repr(Terms(token=TOKEN))
-
-
-class Stranger:
-    """Speaks the protocol by hand."""
-
-    def __init__(self, listener: SocketListener) -> None:
-        host, _, port = listener.address.removeprefix("tcp:").rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), T)
-
-    def read(self, count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            more = self.socket.recv(count - len(found))
-            if not more:
-                break
-            found += more
-        return found
-
-    def read_frame(self) -> tuple[Frame, bytes]:
-        frame = Frame(self.read(FORMAT.size))
-        return frame, self.read(frame.length)
-
-    def challenge(self) -> bytes:
-        frame, nonce = self.read_frame()
-        assert frame.type == CHALLENGE and frame.flag and len(nonce) == NONCE_BYTES
-        return nonce
-
-    def wait_for_the_end(self) -> None:
-        with contextlib.suppress(ConnectionResetError):
-            while self.socket.recv(4096):
-                pass
-
-    def prove(self, proof: bytes) -> int:
-        """The type of what is answered."""
-        self.socket.sendall(pack(PROOF, length=len(proof)) + proof)
-        return self.read_frame()[0].type
-
-    def __enter__(self) -> "Stranger":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.socket.close()
-
-
-def mac(side: bytes, nonces: bytes) -> bytes:
-    return hmac.new(TOKEN, side + nonces, hashlib.sha256).digest()
 
 
 def test_a_handshake_cannot_be_replayed() -> None:
