@@ -1,0 +1,83 @@
+"""What guards against faults of processes, to be switched off: in this process, where the engine
+is, and in the roles' processes, which import a recipe that does it (`prelude`).
+
+`without(NAME)` is what a row has for each of its protections.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from planting import Bug
+from simulated.bugs import BUGS as SIMULATED
+
+from matrix.row import Protection
+from offbeat.engines.supervisor import Decision, Member, StartAgain, Supervisor
+from offbeat.ledger import Ledger
+from offbeat.roles import master
+from offbeat.roles.control import Control
+from offbeat.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
+from offbeat.run.journal import Journal
+
+_ended = Supervisor.ended
+_off: list[str] = []
+"""What is switched off now, in whatever this process starts."""
+
+
+def _as_before(
+    supervisor: Supervisor, member: Member, how: str | None, **more: Any
+) -> Decision:
+    decision = _ended(supervisor, member, how, **more)
+    if isinstance(decision, StartAgain):
+        member.generation -= 1
+    return decision
+
+
+def _oldest_checkpoint(folder: Path) -> Checkpoint:
+    return load_checkpoint(list_checkpoints(folder)[0])
+
+
+BUGS = {
+    bug.name: bug
+    for bug in (
+        SIMULATED["goes on a step too far"],
+        SIMULATED["accounts not saved"],
+        Bug("same incarnation", [(Supervisor, "ended", _as_before)]),
+        Bug("answered before it is on the disk", [(Ledger, "withholds", lambda *given: False)]),
+        Bug("journal not read", [(Journal, "read", lambda journal: iter(()))]),
+        Bug("oldest checkpoint", [(master, "newest_checkpoint", _oldest_checkpoint)]),
+    )
+}
+
+
+def without(name: str) -> Protection:
+    """With this bug of `BUGS` in it."""
+    bug = BUGS[name]
+
+    @contextlib.contextmanager
+    def switched_off() -> Iterator[None]:
+        _off.append(name)
+        try:
+            with bug.planted():
+                yield
+        finally:
+            _off.remove(name)
+
+    return switched_off
+
+
+def protections(*names: str) -> dict[str, Protection]:
+    return {name: without(name) for name in names}
+
+
+def prelude() -> str:
+    """What a recipe begins with, so that its roles lack the same as this process."""
+    return f"from matrix.protections import plant\nplant({_off!r})\n" if _off else ""
+
+
+def plant(names: Sequence[str]) -> None:
+    """Where a role imports its recipe; the engine, which does so too, is not to keep it."""
+    if Control.in_a_role:
+        for name in names:
+            BUGS[name].plant()
