@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint, small_model
+from helpers import toy_job
 from safetensors.torch import load_file
-from torch import nn
+from scripted import ScriptedNetwork, ScriptedServer, a_master, run_master
 
 import offbeat
 from offbeat.accounts import Account
@@ -24,32 +26,8 @@ from offbeat.run.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from offbeat.run.rundir import RunFolder
 from offbeat.shard import Shard, ShardState, partition, segments_of
-
-
-def small_model() -> nn.Module:
-    torch.manual_seed(1)
-    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    module[0].bias.requires_grad_(False)
-    return module
-
-
-def make_checkpoint(version: int = 12, num_shards: int = 2, ema: bool = True) -> Checkpoint:
-    flat = FlatModel(small_model())
-    floats, ints = torch.zeros(6), torch.zeros(1, dtype=torch.int64)
-    flat.write_buffers(floats, ints)
-    shards = []
-    for k, (lo, hi) in enumerate(partition(len(flat.params), num_shards)):
-        tensors = {"params": flat.params[lo:hi].clone()}
-        if ema:
-            tensors["ema"] = flat.params[lo:hi] * 2
-        if k == 0:
-            tensors |= {"floats": floats, "ints": ints}
-        accounts = {0: Account(1, 5, applied=3, dropped=1, lost=1)}
-        shards.append(ShardState(version=version + k, tensors=tensors, accounts=accounts))
-    return Checkpoint(
-        version=version, manifest=flat.manifest, shards=tuple(shards), frozen=flat.frozen()
-    )
 
 
 def test_what_was_saved_is_loaded_and_fits_the_model(tmp_path: Path) -> None:
@@ -119,6 +97,44 @@ def test_one_that_cannot_be_finished_is_absent(
     with pytest.raises(CheckpointError, match="No space left"):
         save_checkpoint(tmp_path, make_checkpoint(version=2))
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_a_disk_that_is_full_for_a_while_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on meanwhile, with the last checkpoint that there was room for."""
+    write, told, seen = checkpoints._write, [], []
+
+    def failing(path: Path, raw: bytes) -> None:
+        seen.append(int(path.parent.name.split(".")[1]))
+        if seen[-1] in (4, 8):
+            raise OSError(28, "No space left on device")
+        write(path, raw)
+
+    monkeypatch.setattr(checkpoints, "_write", failing)
+    job, folder = toy_job(workers=1, checkpoint_every=4, eval_every=0), RunFolder(tmp_path)
+    network = ScriptedNetwork([ScriptedServer([0, 4, 8, 12, 16])])
+    with a_master(folder, job, network, say=told.append) as master:
+        assert master.run() == "finished"
+    assert {4, 8, 12} <= set(seen)
+    assert len(told) == 2, told
+    assert "00000004: No space left on device; training goes on" in told[0]
+    assert told[1] == "checkpoints are kept again, at version 12"
+    assert newest_checkpoint(folder.checkpoints).version == 16
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path, **given: bool) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", failing)
+    job, folder = toy_job(workers=1, checkpoint_every=4, keep=1), RunFolder(tmp_path)
+    assert run_master(folder, job, [ScriptedServer([0, 4, 8])]) == "finished"
+    assert newest_checkpoint(folder.checkpoints).version == 8
+    with pytest.raises(CheckpointError, match="cannot remove .*: Input/output error"):
+        prune_checkpoints(folder.checkpoints, 1)
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from offbeat.engines.supervisor import Decision, Member, StartAgain, Supervisor
 from offbeat.ledger import Ledger
 from offbeat.roles import master
 from offbeat.roles.control import Control
+from offbeat.roles.master import Master
+from offbeat.run import checkpoint
 from offbeat.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from offbeat.run.journal import Journal
 
@@ -34,6 +36,14 @@ def _as_before(
     return decision
 
 
+def _write_whatever(path: Path, raw: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        with contextlib.suppress(OSError):
+            checkpoint.os.fsync(file.fileno())
+
+
 def _oldest_checkpoint(folder: Path) -> Checkpoint:
     return load_checkpoint(list_checkpoints(folder)[0])
 
@@ -46,6 +56,10 @@ BUGS = {
         Bug("same incarnation", [(Supervisor, "ended", _as_before)]),
         Bug("answered before it is on the disk", [(Ledger, "withholds", lambda *given: False)]),
         Bug("journal not read", [(Journal, "read", lambda journal: iter(()))]),
+        Bug(
+            "a failed save ends nothing", [(Master, "_try_to_commit", Master._commit_if_new)]
+        ),
+        Bug("a failed fsync is no save", [(checkpoint, "_write", _write_whatever)]),
         Bug("oldest checkpoint", [(master, "newest_checkpoint", _oldest_checkpoint)]),
     )
 }
