@@ -2,10 +2,11 @@
 
     python scripts/faults.py                            # every row at full count: hours
     python scripts/faults.py --rows 1,5 --trials 100    # fewer of some
-    python scripts/faults.py --seconds 500 --json F     # as many as fit; F adds up what calls find
-    python scripts/faults.py --first 5000 --json F      # from another seed on
+    python scripts/faults.py --seconds 500 --json F     # as many as fit; said again, it goes on
+    python scripts/faults.py --first 5000 --json G      # from another seed on, on another machine
+    python scripts/faults.py --trials 0 --json F --add G            # both together
     python scripts/faults.py --trials 0 --json F --into docs/reliability.md    # only the table
-    python scripts/faults.py --off                      # each protection switched off: is it missed?
+    python scripts/faults.py --off                      # each protection switched off
     python scripts/faults.py --row 4 --seed 17          # one trial
 
 The rows are in tests/support/matrix, and docs/reliability.md says what they are about. Exits with 1
@@ -16,10 +17,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "support"), str(Path(__file__).parents[1])]
+sys.path[:0] = [
+    str(Path(__file__).parents[1] / "tests" / "support"),
+    str(Path(__file__).parents[1]),
+]
 
 from matrix.row import Row  # noqa: E402 - found there
 from matrix.rows import ROWS  # noqa: E402
@@ -42,11 +47,16 @@ def main() -> int:
     if asked.off:
         return try_without(rows, asked.jobs, asked.json)
     until_s = time.monotonic() + asked.seconds
+    for path in asked.add:
+        add(read_tallies(path), asked.json)
     found = {}
     for row in rows if asked.trials != 0 else ():
-        if time.monotonic() < until_s:
-            amount = Amount(asked.trials or row.full, asked.first, until_s)
-            found[row.number] = try_all(row, amount, asked.jobs, asked.json)
+        before = read_tallies(asked.json).get(row.number) if asked.json else None
+        amount = _amount(row, asked.trials, asked.first, before)
+        if amount.trials > 0 and time.monotonic() < until_s:
+            found[row.number] = try_all(row, replace(amount, until_s=until_s), asked.jobs)
+            if asked.json:
+                add({row.number: found[row.number]}, asked.json)
     tallies = read_tallies(asked.json) if asked.json else found
     print(*table(tallies), sep="\n")
     if asked.into:
@@ -57,18 +67,31 @@ def main() -> int:
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", "--row", type=_rows, default=list(ROWS.values()), help="as 1,5")
-    parser.add_argument("--trials", type=int, help="of each; by default its full count")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--trials", type=int, help="of each; by default what FILE lacks of all")
+    parser.add_argument("--first", type=int, help="the first seed; by default after FILE's last")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="add what is found to what is in there")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="other FILEs, to this one")
     parser.add_argument("--into", type=Path, help="write the table into this page")
     parser.add_argument("--off", action="store_true", help="switch off each protection")
     parser.add_argument("--seed", type=int, help="only this one, of one row")
     asked = parser.parse_args()
-    if asked.into and not asked.json:
-        parser.error("--into takes its figures out of --json FILE")
+    if (asked.into or asked.add) and not asked.json:
+        parser.error("--into and --add go with --json FILE")
     return asked
+
+
+def _amount(row: Row, trials: int | None, first: int | None, before: Tally | None) -> Amount:
+    """By default what is lacking, from the next seed on."""
+    lacks = row.full - (before.trials if before else 0)
+    next_seed = before.next_seed if before else 0
+    if first is not None and first < next_seed:
+        raise SystemExit(
+            f"row {row.number}: seeds up to {next_seed - 1} were tried before: begin later, or put "
+            f"what is found into another file"
+        )
+    return Amount(lacks if trials is None else trials, next_seed if first is None else first)
 
 
 def _rows(text: str) -> list[Row]:
@@ -100,9 +123,7 @@ def show(rows: Sequence[Row], seed: int) -> int:
     return bool(violations)
 
 
-def try_all(row: Row, amount: Amount, num_jobs: int, file: Path | None) -> Tally:
-    """And put down at once what came of it, so that nothing is lost of a call that is ended."""
-    before = read_tallies(file) if file else {}
+def try_all(row: Row, amount: Amount, num_jobs: int) -> Tally:
     began_s = time.monotonic()
     found = try_row(row, amount, num_jobs)
     for seed, what in found.violations:
@@ -113,11 +134,15 @@ def try_all(row: Row, amount: Amount, num_jobs: int, file: Path | None) -> Tally
         f"{len(found.violations)} violations, {time.monotonic() - began_s:.1f} s",
         flush=True,
     )
-    if file:
-        tally = before.setdefault(row.number, Tally(row.fault, row.must, row.full))
-        tally.add(found)
-        write_tallies(file, before)
     return found
+
+
+def add(found: Mapping[int, Tally], file: Path) -> None:
+    """Each row at once, so that nothing is lost of a call that is ended."""
+    tallies = read_tallies(file)
+    for number, each in found.items():
+        tallies.setdefault(number, Tally(each.fault, each.must, each.full)).add(each)
+    write_tallies(file, tallies)
 
 
 def try_without(rows: Sequence[Row], num_jobs: int, file: Path | None) -> int:
@@ -128,10 +153,7 @@ def try_without(rows: Sequence[Row], num_jobs: int, file: Path | None) -> int:
         found[row.number].caught[off] = how
     print(caught_line(found) or "no protections")
     if file:
-        tallies = read_tallies(file)
-        for number, tally in found.items():
-            tallies.setdefault(number, Tally(tally.fault, tally.must, tally.full)).add(tally)
-        write_tallies(file, tallies)
+        add(found, file)
     return not all(how for tally in found.values() for how in tally.caught.values())
 
 

@@ -133,7 +133,7 @@ def test_an_old_one_that_cannot_be_removed_does_not_end_a_run(
     job, folder = toy_job(workers=1, checkpoint_every=4, keep=1), RunFolder(tmp_path)
     assert run_master(folder, job, [ScriptedServer([0, 4, 8])]) == "finished"
     assert newest_checkpoint(folder.checkpoints).version == 8
-    with pytest.raises(CheckpointError, match="cannot remove .*: Input/output error"):
+    with pytest.raises(CheckpointError, match=r"cannot remove .*: Input/output error"):
         prune_checkpoints(folder.checkpoints, 1)
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from coding import coded
 from helpers import make_discipline
@@ -52,6 +51,8 @@ def open_listener(transport: str, layout: Layout) -> Listener:
 
 @functools.cache
 def authority() -> Any:
+    import pytest  # the rig does without it
+
     return pytest.importorskip("trustme").CA()
 
 

@@ -1,6 +1,6 @@
 """Kills a process at a system call, as strace's fault injection does, by ptrace itself.
 
-    while killed_at(number, body): number += 1      # at each one of body's, in a fork of this process
+while killed_at(number, body): number += 1      # at each one of body's, in a fork of this process
 """
 
 import ctypes

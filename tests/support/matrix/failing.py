@@ -7,6 +7,7 @@ the master's process alone, for a while.
 import contextlib
 import errno
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from offbeat.roles import master
 from offbeat.roles.control import Control
 from offbeat.run import checkpoint
 
-WAYS = ("full", "write", "fsync", "mkdir", "rename")
+WAYS = ("full", "write", "fsync", "folder", "mkdir", "rename")
 CODES = {"full": errno.ENOSPC, "mkdir": errno.ENOSPC}
 WORDS = {way: os.strerror(CODES.get(way, errno.EIO)) for way in WAYS}
 
@@ -117,8 +118,9 @@ class _System:
         return getattr(os, name)
 
     def fsync(self, descriptor: int) -> None:
-        if self._disk.fails("fsync"):
-            with contextlib.suppress(OSError):  # a folder has nothing to lose
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        if self._disk.fails("folder" if is_folder else "fsync"):
+            if not is_folder:
                 os.ftruncate(descriptor, 0)
             self._disk.raise_error()
         os.fsync(descriptor)

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from chaos import Fault, Plan, Struck
+from helpers import DROPPING
 
 from matrix.protections import protections
 from matrix.row import Row, Trial
 from matrix.runs import Ended, back_after_s, ended
+from offbeat.accounts import ACCEPTED, APPLIED
+from offbeat.run.checkpoint import newest_checkpoint
 
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "bounded:1")
 DISCIPLINES += ("ringmaster:2", "rennala:3", "buffer:7")
 LATEST_S = 0.25
-"""Somebody dies at any time up to this after a step is seen to be done; steps are seen in bursts."""
+"""Somebody dies at any time up to this after a step is seen to be done: they are seen in bursts."""
 LONG_S = 2.0
 """Who has not come back after this is not the only one that others could have waited for."""
 
@@ -103,7 +106,26 @@ def kill_servers_that_promise(seed: int) -> Trial:
     draw = random.Random(f"row 2, {seed}")
     plan = _kill_servers(draw, seed, DISCIPLINES, "durable")
     with ended(plan) as run:
-        return run.trial(_after_servers(run))
+        recoveries_s = _after_servers(run)
+        if not run.complaints:
+            run.complaints += _about_promises(run)
+        return run.trial(recoveries_s)
+
+
+def _about_promises(run: Ended) -> Iterator[str]:
+    """What a worker wrote down as answered is in, at every server."""
+    kept = {APPLIED} if run.plan.discipline.startswith(DROPPING) else {APPLIED, ACCEPTED}
+    answered: dict[int, set[int]] = {}
+    for event in run.events("step"):
+        if event["outcome"] in kept:
+            answered.setdefault(event["worker"], set()).add(event["step"])
+    for index, shard in enumerate(newest_checkpoint(run.run_dir / "checkpoints").shards):
+        for worker, steps in answered.items():
+            if shard.accounts[worker].applied < len(steps):
+                yield (
+                    f"shard {index}: {len(steps)} gradients of worker {worker} were answered, "
+                    f"{shard.accounts[worker].applied} are in"
+                )
 
 
 def _after_servers(run: Ended) -> list[float]:

@@ -5,6 +5,7 @@ is, and in the roles' processes, which import a recipe that does it (`prelude`).
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,32 @@ from planting import Bug
 from simulated.bugs import BUGS as SIMULATED
 
 from matrix.row import Protection
+from offbeat.disciplines import Sync
 from offbeat.engines.supervisor import Decision, Member, StartAgain, Supervisor
 from offbeat.ledger import Ledger
 from offbeat.roles import master
 from offbeat.roles.control import Control
-from offbeat.roles.master import Master
+from offbeat.roles.master import Master, Patience
 from offbeat.run import checkpoint
 from offbeat.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from offbeat.run.journal import Journal
 
-_ended = Supervisor.ended
+_ended, _bring = Supervisor.ended, Journal._bring
 _off: list[str] = []
 """What is switched off now, in whatever this process starts."""
 
 
-def _as_before(
-    supervisor: Supervisor, member: Member, how: str | None, **more: Any
-) -> Decision:
+def _as_before(supervisor: Supervisor, member: Member, how: str | None, **more: Any) -> Decision:
     decision = _ended(supervisor, member, how, **more)
     if isinstance(decision, StartAgain):
         member.generation -= 1
     return decision
+
+
+def _bring_slowly(journal: Journal, batch: Sequence[Any]) -> None:
+    """As slow disks do; nobody minds who waits for them."""
+    journal._closing.wait(0.05)
+    _bring(journal, batch)
 
 
 def _write_whatever(path: Path, raw: bytes) -> None:
@@ -53,13 +59,20 @@ BUGS = {
     for bug in (
         SIMULATED["goes on a step too far"],
         SIMULATED["accounts not saved"],
+        SIMULATED["late gradient accepted in sync"],
+        Bug("rounds close after their timeout", [(Sync, "on_tick", lambda *given: [])]),
         Bug("same incarnation", [(Supervisor, "ended", _as_before)]),
-        Bug("answered before it is on the disk", [(Ledger, "withholds", lambda *given: False)]),
-        Bug("journal not read", [(Journal, "read", lambda journal: iter(()))]),
         Bug(
-            "a failed save ends nothing", [(Master, "_try_to_commit", Master._commit_if_new)]
+            "answered before it is on the disk",
+            [(Ledger, "withholds", lambda *given: False), (Journal, "_bring", _bring_slowly)],
         ),
+        Bug("who is gone is not waited for", [(Patience, "given_up", lambda patience: ())]),
+        Bug("a last checkpoint", SIMULATED["no last checkpoint"].patches),
+        Bug("digests", [(checkpoint, "_sha256", lambda raw: "0" * 64)]),
+        Bug("journal not read", [(Journal, "read", lambda journal: iter(()))]),
+        Bug("a failed save ends nothing", [(Master, "_try_to_commit", Master._commit_if_new)]),
         Bug("a failed fsync is no save", [(checkpoint, "_write", _write_whatever)]),
+        Bug("a clock that never goes back", [(time, "monotonic", lambda: time.time())]),
         Bug("oldest checkpoint", [(master, "newest_checkpoint", _oldest_checkpoint)]),
     )
 }

@@ -1,5 +1,6 @@
 """All rows of the matrix, by their numbers."""
 
-from matrix import processes, saving
+from matrix import clocks, ending, evaluators, halts, partitions, processes, reading, saving, soak
 
-ROWS = {row.number: row for module in (processes, saving) for row in module.ROWS}
+MODULES = (processes, saving, reading, clocks, evaluators, halts, partitions, ending, soak)
+ROWS = {row.number: row for module in MODULES for row in module.ROWS}

@@ -1,7 +1,7 @@
 """Whole runs that trials are made of: real processes, forked, and the counting oracle of chaos.py.
 
-    with ended(plan) as run:
-        run.complaints, run.events("push")
+with ended(plan) as run:
+    run.complaints, run.events("push")
 """
 
 import atexit
@@ -67,11 +67,14 @@ def ended(
     *,
     source: str = ORACLE_FILE,
     more: Mapping[str, Any] | None = None,
+    is_oracle: bool = True,
     meanwhile: Callable[[ChaosRun], Sequence[str]] = lambda run: (),
 ) -> Iterator[Ended]:
-    """A run under this plan. `meanwhile`: what else is done before it ends, and complained of."""
+    """A run under this plan. `is_oracle`: as in ChaosRun. `meanwhile`: what else is
+    done before it ends, and complained of."""
     with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as folder:
-        run = ChaosRun(Path(folder), plan, forks(), source=prelude() + source, more=more)
+        text = prelude() + source
+        run = ChaosRun(Path(folder), plan, forks(), source=text, more=more, is_oracle=is_oracle)
         try:
             complaints = list(meanwhile(run))
             run.strike()

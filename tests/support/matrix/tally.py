@@ -48,6 +48,11 @@ class Tally:
         self.caught |= other.caught
 
     @property
+    def next_seed(self) -> int:
+        """From which on none was tried."""
+        return max((first + count for first, count in self.seeds), default=0)
+
+    @property
     def bound(self) -> float:
         return upper_bound(len(self.violations), self.trials)
 

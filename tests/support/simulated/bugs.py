@@ -25,6 +25,7 @@ from offbeat.roles.worker import Worker
 from offbeat.run import checkpoint
 from offbeat.transport.base import ReplyHeader, WelcomeHeader, WorkerEnd
 
+
 def _claim_all(book: AccountBook, worker: int, incarnation: int, sequence: int) -> bool:
     return True
 

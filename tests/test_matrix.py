@@ -1,0 +1,114 @@
+"""Every row of the matrix of faults a few times, and what guards against them switched off.
+
+`python scripts/faults.py` does it at full count (docs/reliability.md).
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matrix.rows import ROWS
+from matrix.tally import BEGIN, END, Tally, quantile, upper_bound, write_into
+from matrix.trying import Amount, caught_after, try_row
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "faults.py"
+DEAR = {
+    6: "tests/run/test_checkpoint.py::test_a_disk_that_is_full_for_a_while_is_told_and_tried_again",
+    9: "tests/roles/test_server.py::test_a_silent_worker_is_declared_gone_and_a_beating_one_is_not",
+    10: "tests/test_disciplines.py"
+    "::test_a_deadline_closes_the_round_counted_from_the_first_gradient_seen",
+    24: "tests/engines/test_local.py"
+    "::test_a_run_that_is_stopped_before_its_first_step_says_what_is_true",
+    25: "tests/engines/test_chaos.py"
+    "::test_a_server_that_dies_when_all_steps_are_done_gets_them_again",
+}
+"""Rows whose trials take many seconds, and the ordinary test that looks at the same."""
+CHEAP = {4, 5, 12, 23}
+"""Rows that take no whole run to notice what is missing."""
+
+
+def rows(numbers: set[int]) -> list[object]:
+    """The others are among the long tests."""
+    return [
+        pytest.param(n, marks=() if n in numbers else pytest.mark.slow, id=f"row {n}")
+        for n in sorted(ROWS)
+    ]
+
+
+@pytest.mark.parametrize("number", rows(set(ROWS) - set(DEAR)))
+def test_what_must_happen_happens(number: int) -> None:
+    row = ROWS[number]
+    if (why_not := row.why_not()) is not None:
+        pytest.skip(why_not)
+    found = try_row(row, Amount(row.quick), 1)
+    assert found.trials >= row.quick and not found.violations, found.violations
+
+
+@pytest.mark.parametrize("number", rows(CHEAP))
+def test_without_what_guards_against_it_a_row_fails(number: int) -> None:
+    row = ROWS[number]
+    if (why_not := row.why_not()) is not None:
+        pytest.skip(why_not)
+    for name in row.protections:
+        after, _ = caught_after(number, name)
+        assert after, f"{name} is not missed"
+
+
+def test_dear_rows_have_a_cheap_test_too() -> None:
+    for number, where in DEAR.items():
+        path, _, name = where.partition("::")
+        assert number in ROWS
+        assert f"def {name}" in (SCRIPT.parents[1] / path).read_text(), where
+
+
+# -- how trials are counted ------------------------------------------------------------------------
+
+
+def test_the_bound_is_three_over_n_where_nothing_failed_and_exact_elsewhere() -> None:
+    assert upper_bound(0, 1000) == pytest.approx(0.003)
+    assert upper_bound(0, 1) == upper_bound(0, 0) == 1.0
+    assert upper_bound(1, 10) == pytest.approx(0.3942, abs=1e-4)  # of a table of the binomial
+    assert upper_bound(5, 100) == pytest.approx(0.1023, abs=1e-4)
+    assert upper_bound(10, 10) == 1.0
+    assert quantile([3.0, 1.0, 2.0, 4.0], 0.5) == 2.0 and quantile([5.0], 0.99) == 5.0
+
+
+def test_tallies_add_up_and_no_seed_counts_twice() -> None:
+    one = Tally("f", "m", 9, [(0, 5)], 10, [(3, "lost")], [0.5])
+    one.add(Tally("f", "m", 9, [(5, 5), (20, 2)], 14, [], [0.7]))
+    assert (one.seeds, one.trials, one.next_seed) == ([(0, 10), (20, 2)], 24, 22)
+    assert one.violations == [(3, "lost")] and one.recoveries_s == [0.5, 0.7]
+    with pytest.raises(ValueError, match="seeds 20 to 21 were tried before"):
+        one.add(Tally("f", "m", 9, [(21, 4)], 4))
+    assert Tally.from_json(json.loads(json.dumps(vars(one)))) == one
+
+
+def test_the_script_goes_on_where_it_was_and_writes_its_table(tmp_path: Path) -> None:
+    page, file = tmp_path / "page.md", tmp_path / "found.json"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+
+    def faults(*flags: str) -> str:
+        command = [sys.executable, str(SCRIPT), "--rows", "5", "--json", str(file), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "0 violations" in faults("--trials", "1", "--jobs", "2")
+    faults("--trials", "1", "--jobs", "1")
+    found = json.loads(file.read_text())["5"]
+    assert found["seeds"] == [[0, 2]] and found["trials"] > 100
+    faults("--trials", "0", "--into", str(page))
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert f"| {found['trials']} | 0 |" in text
+
+
+def test_a_page_without_a_place_for_the_table_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    with pytest.raises(ValueError, match="has no place for the table"):
+        write_into(page, {})
+    assert page.read_text() == "nothing\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
