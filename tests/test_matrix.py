@@ -3,9 +3,10 @@
 `python scripts/faults.py` does it at full count (docs/reliability.md).
 """
 
+import importlib.util
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,14 @@ DEAR = {
     9: "tests/roles/test_server.py::test_a_silent_worker_is_declared_gone_and_a_beating_one_is_not",
     10: "tests/test_disciplines.py"
     "::test_a_deadline_closes_the_round_counted_from_the_first_gradient_seen",
+    11: "tests/simulation/test_faults.py::test_whatever_dies_nothing_is_lost_and_everything_ends",
     24: "tests/engines/test_local.py"
     "::test_a_run_that_is_stopped_before_its_first_step_says_what_is_true",
     25: "tests/engines/test_chaos.py"
     "::test_a_server_that_dies_when_all_steps_are_done_gets_them_again",
 }
 """Rows whose trials take many seconds, and the ordinary test that looks at the same."""
-CHEAP = {4, 5, 12, 23}
+CHEAP = {5, 12, 23}
 """Rows that take no whole run to notice what is missing."""
 
 
@@ -85,24 +87,52 @@ def test_tallies_add_up_and_no_seed_counts_twice() -> None:
     assert Tally.from_json(json.loads(json.dumps(vars(one)))) == one
 
 
-def test_the_script_goes_on_where_it_was_and_writes_its_table(tmp_path: Path) -> None:
-    page, file = tmp_path / "page.md", tmp_path / "found.json"
+@pytest.fixture
+def main() -> Callable[[], int]:
+    """Of the script."""
+    specification = importlib.util.spec_from_file_location("faults", SCRIPT)
+    assert specification is not None and specification.loader is not None
+    command = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(command)
+    return command.main
+
+
+def test_the_script_goes_on_where_it_was_and_writes_its_table(
+    tmp_path: Path,
+    main: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page, file, other = (tmp_path / name for name in ("page.md", "found.json", "other.json"))
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
 
-    def faults(*flags: str) -> str:
-        command = [sys.executable, str(SCRIPT), "--rows", "5", "--json", str(file), *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def faults(*flags: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["faults.py", "--rows", "5", "--jobs", "1", *flags])
+        return int(main()), capsys.readouterr().out
 
-    assert "0 violations" in faults("--trials", "1", "--jobs", "2")
-    faults("--trials", "1", "--jobs", "1")
+    code, shown = faults("--trials", "1", "--json", str(file))
+    assert code == 0 and "1 trials, 0 violations" in shown
+    faults("--trials", "1", "--json", str(file))
+    faults("--trials", "1", "--json", str(other), "--first", "2")
+    with pytest.raises(SystemExit, match="seeds up to 1 were tried before"):
+        faults("--trials", "1", "--json", str(file), "--first", "1")
+    faults("--trials", "0", "--json", str(file), "--add", str(other), "--into", str(page))
     found = json.loads(file.read_text())["5"]
-    assert found["seeds"] == [[0, 2]] and found["trials"] > 100
-    faults("--trials", "0", "--into", str(page))
+    assert found["seeds"] == [[0, 3]] and found["trials"] > 300
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert f"| {found['trials']} | 0 |" in text
+    assert f"| {found['trials']:,} | 0 |" in text
+    assert "counts 1" in faults("--seed", "7")[1]
+    assert "2 of 2 caught" in faults("--off")[1]
+    with ROWS[5].protections["digests"]():
+        code, shown = faults("--trials", "1")
+    assert code == 1 and "python scripts/faults.py --row 5 --seed 0" in shown
+
+
+@pytest.mark.slow
+def test_the_same_seeds_are_the_same_trials_on_any_number_of_processes() -> None:
+    one, two = (try_row(ROWS[5], Amount(1000), num_jobs) for num_jobs in (1, 2))
+    assert one == two and len(one.seeds) == 1 and one.trials >= 1000
 
 
 def test_a_page_without_a_place_for_the_table_is_left_alone(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +9,9 @@ from contextlib import contextmanager
 from chaos import ORACLE_FILE, Plan
 from planting import Bug
 
-from matrix.protections import protections
+from matrix.protections import protections, role_here
 from matrix.row import Row, Trial
 from matrix.runs import Ended, ended
-from offbeat.roles.control import Control
 
 HOUR_S = 3600.0
 EVERYBODY = ("ps", "worker", "master", "engine")
@@ -35,7 +33,7 @@ def _steady_s() -> float:
 
 def jump(by_s: float, after_s: float, roles: tuple[str, ...]) -> None:
     """In a role's process, which imports this by way of its recipe."""
-    if Control.in_a_role and sys.argv[2] in roles:
+    if role_here() in roles:
         _jumping(by_s, after_s).plant()
 
 

@@ -8,13 +8,12 @@ import contextlib
 import errno
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from matrix.protections import role_here
 from offbeat.roles import master
-from offbeat.roles.control import Control
 from offbeat.run import checkpoint
 
 WAYS = ("full", "write", "fsync", "folder", "mkdir", "rename")
@@ -23,7 +22,7 @@ WORDS = {way: os.strerror(CODES.get(way, errno.EIO)) for way in WAYS}
 
 
 def fail(way: str, first: int, last: int) -> None:
-    if Control.in_a_role and sys.argv[2] == "master":
+    if role_here() == "master":
         _Disk(way, range(first, last + 1)).put_in()
 
 

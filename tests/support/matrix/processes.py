@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from chaos import Fault, Plan, Struck
-from helpers import DROPPING
 
 from matrix.protections import protections
 from matrix.row import Row, Trial
 from matrix.runs import Ended, back_after_s, ended
-from offbeat.accounts import ACCEPTED, APPLIED
+from offbeat.accounts import APPLIED
 from offbeat.run.checkpoint import newest_checkpoint
 
 DISCIPLINES = ("sync", "apply-reply", "reply-apply", "bounded:1")
@@ -114,17 +113,18 @@ def kill_servers_that_promise(seed: int) -> Trial:
 
 def _about_promises(run: Ended) -> Iterator[str]:
     """What a worker wrote down as answered is in, at every server."""
-    kept = {APPLIED} if run.plan.discipline.startswith(DROPPING) else {APPLIED, ACCEPTED}
+    drops = run.plan.discipline.startswith("rennala")  # some of which it has answered
     answered: dict[int, set[int]] = {}
     for event in run.events("step"):
-        if event["outcome"] in kept:
+        if event["outcome"] == APPLIED:
             answered.setdefault(event["worker"], set()).add(event["step"])
     for index, shard in enumerate(newest_checkpoint(run.run_dir / "checkpoints").shards):
         for worker, steps in answered.items():
-            if shard.accounts[worker].applied < len(steps):
+            account = shard.accounts[worker]
+            if account.applied + drops * account.dropped < len(steps):
                 yield (
-                    f"shard {index}: {len(steps)} gradients of worker {worker} were answered, "
-                    f"{shard.accounts[worker].applied} are in"
+                    f"shard {index}: {len(steps)} gradients of worker {worker} were answered as "
+                    f"applied, {account.applied} are in"
                 )
 
 

@@ -5,6 +5,7 @@ is, and in the roles' processes, which import a recipe that does it (`prelude`).
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ from simulated.bugs import BUGS as SIMULATED
 
 from matrix.row import Protection
 from offbeat.disciplines import Sync
+from offbeat.engines.cluster import MasterNetwork
 from offbeat.engines.supervisor import Decision, Member, StartAgain, Supervisor
 from offbeat.ledger import Ledger
 from offbeat.roles import master
-from offbeat.roles.control import Control
 from offbeat.roles.master import Master, Patience
 from offbeat.run import checkpoint
 from offbeat.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
@@ -67,6 +68,7 @@ BUGS = {
             [(Ledger, "withholds", lambda *given: False), (Journal, "_bring", _bring_slowly)],
         ),
         Bug("who is gone is not waited for", [(Patience, "given_up", lambda patience: ())]),
+        Bug("an epoch of its own", [(MasterNetwork, "_remember", lambda *given: None)]),
         Bug("a last checkpoint", SIMULATED["no last checkpoint"].patches),
         Bug("digests", [(checkpoint, "_sha256", lambda raw: "0" * 64)]),
         Bug("journal not read", [(Journal, "read", lambda journal: iter(()))]),
@@ -103,8 +105,13 @@ def prelude() -> str:
     return f"from matrix.protections import plant\nplant({_off!r})\n" if _off else ""
 
 
+def role_here() -> str:
+    """Which role's process this is; empty: none's."""
+    return sys.argv[2] if sys.argv[1:2] == ["role"] else ""
+
+
 def plant(names: Sequence[str]) -> None:
     """Where a role imports its recipe; the engine, which does so too, is not to keep it."""
-    if Control.in_a_role:
+    if role_here():
         for name in names:
             BUGS[name].plant()

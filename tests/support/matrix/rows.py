@@ -1,6 +1,20 @@
 """All rows of the matrix, by their numbers."""
 
-from matrix import clocks, ending, evaluators, halts, partitions, processes, reading, saving, soak
+from matrix import (
+    clocks,
+    ending,
+    evaluators,
+    fencing,
+    halts,
+    partitions,
+    processes,
+    reading,
+    saving,
+    soak,
+)
+from matrix.row import Row
 
-MODULES = (processes, saving, reading, clocks, evaluators, halts, partitions, ending, soak)
-ROWS = {row.number: row for module in MODULES for row in module.ROWS}
+MODULES = (processes, saving, partitions, halts, fencing, reading)
+MODULES += (clocks, evaluators, ending, soak)
+_all_of_them: list[Row] = [row for module in MODULES for row in module.ROWS]
+ROWS = {row.number: row for row in sorted(_all_of_them, key=lambda row: row.number)}

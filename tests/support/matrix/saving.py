@@ -76,8 +76,8 @@ def _commit(folder: Path, new: Checkpoint, keep: int) -> None:
 def _about_killed(folder: Path, was_killed: bool, keep: int) -> Iterator[str]:
     try:
         found = newest_checkpoint(folder).version
-    except CheckpointError as error:
-        yield str(error)
+    except Exception as error:
+        yield f"{type(error).__name__}: {error}"
         return
     if found not in ((OLD, NEW) if was_killed else (NEW,)):
         yield f"version {found} is the newest"
