@@ -11,7 +11,7 @@ from planting import Bug
 
 from matrix.protections import protections, role_here
 from matrix.row import Row, Trial
-from matrix.runs import Ended, ended
+from matrix.runs import PATIENT, Ended, ended
 
 HOUR_S = 3600.0
 EVERYBODY = ("ps", "worker", "master", "engine")
@@ -60,7 +60,7 @@ def change_clock(seed: int) -> Trial:
     plan = Plan(seed, discipline, draw.choice([1, 2]), 2, 150, 20, ack=ack)
     after_s = draw.uniform(0.1, 0.8)
     source = f"from matrix.clocks import jump\njump({by_s}, {after_s}, {whose})\n{ORACLE_FILE}"
-    with _of_engine("engine" in whose, by_s, after_s), ended(plan, source=source) as run:
+    with _of_engine("engine" in whose, by_s, after_s), ended(plan, source=source, more=PATIENT) as run:
         if not run.complaints:
             run.complaints += _about_times(run)
         run.complaints = [f"{by_s:+g} s for {whose}: {what}" for what in run.complaints]

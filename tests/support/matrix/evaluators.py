@@ -15,7 +15,7 @@ from planting import Bug
 
 from matrix.protections import protections
 from matrix.row import Row, Trial
-from matrix.runs import Ended, ended
+from matrix.runs import PATIENT, Ended, ended
 from offbeat.roles.evaluator import FolderSource
 from offbeat.run import checkpoint as checkpoints
 from offbeat.run.checkpoint import Checkpoint
@@ -51,7 +51,7 @@ def kill_evaluator(seed: int) -> Trial:
         pause_s = draw.uniform(0.1, 0.5) if halts else 0.0
         faults.append(Fault(share, "evaluator", number, pause_s, draw.uniform(0.0, 0.2)))
     plan = Plan(seed, discipline, draw.choice([1, 2]), 2, 300, 10, faults)
-    more = {"eval_every": 20, "keep": draw.choice([1, 2])}
+    more = PATIENT | {"eval_every": 20, "keep": draw.choice([1, 2])}
     with ended(plan, source=SCORED_FILE, more=more) as run:
         if not run.complaints:
             run.complaints += _about_scores(run)

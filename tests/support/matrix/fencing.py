@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,17 +24,17 @@ from processes import free_ports
 
 from matrix.protections import prelude, protections
 from matrix.row import Row, Trial
-from matrix.runs import forks
-from offbeat.engines.forkserver import Forked, role_environment
+from offbeat.engines.forkserver import role_environment
 from offbeat.run.checkpoint import newest_checkpoint
 from offbeat.run.events import read_events
 
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 STEPS, NUM_WORKERS = 400, 2
+Process = subprocess.Popen[bytes]
 
 
 class ByAddress:
-    """A server, a master and a worker, forked; the server is where the proxy says."""
+    """A server, a master and a worker; the server is where the proxy says."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,20 +45,21 @@ class ByAddress:
         self.proxy = Proxy(f"127.0.0.1:{self.ports[0]}")
         where = self.proxy.address.removeprefix("tcp:")
         self._hosts = ["--ps", where, "--worker", "a:1", "--master", "b:1"]
-        self.processes: dict[str, Forked] = {}
+        self.processes: dict[str, Process] = {}
 
-    def start(self, name: str, *arguments: str) -> Forked:
-        ours, theirs = socket.socketpair()  # for roles that an engine started; these are not
-        with ours, theirs, (self.folder / f"{name}.out").open("wb") as output:
-            given = (theirs.fileno(), output.fileno(), output.fileno())
-            command = ["role", *arguments, *self._hosts]
-            outputs = (output.fileno(), output.fileno())
-            found = forks().spawn(command, role_environment(), (*given, *outputs))
-        assert found is not None, forks().why_not
-        self.processes[name] = found
-        return found
+    def start(self, name: str, *arguments: str) -> Process:
+        with (self.folder / f"{name}.out").open("wb") as output:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "offbeat", "role", *arguments, *self._hosts],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self.folder,
+                env=role_environment(),
+            )
+        return self.processes[name]
 
-    def start_server(self, name: str, port: int) -> Forked:
+    def start_server(self, name: str, port: int) -> Process:
         return self.start(name, "ps", "--bind", f"127.0.0.1:{port}")
 
     def start_others(self, *flags: str) -> None:
@@ -83,8 +85,7 @@ class ByAddress:
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10.0)
+            process.wait()
         self.proxy.close()
 
 
@@ -106,7 +107,7 @@ def replace_server(seed: int) -> Trial:
         return Trial(tuple(f"{discipline}: {what}" for what in violations), recovery_s=waited_s)
 
 
-def _replace(run: ByAddress, old: Forked, draw: random.Random) -> None:
+def _replace(run: ByAddress, old: Process, draw: random.Random) -> None:
     at = draw.randint(20, 200)
     run.wait_until(lambda: len(run.events("push")) >= at, f"{at} pushes")
     os.kill(old.pid, signal.SIGSTOP)
@@ -126,7 +127,7 @@ def _listens(port: int) -> bool:
     return True
 
 
-def _about_end(run: ByAddress, old: Forked) -> Iterator[str]:
+def _about_end(run: ByAddress, old: Process) -> Iterator[str]:
     for name in ("master", "worker", "new"):
         try:
             code = run.processes[name].wait(PATIENCE_S)

@@ -9,7 +9,7 @@ from chaos import Fault, Plan, Struck
 
 from matrix.protections import protections
 from matrix.row import Row, Trial
-from matrix.runs import Ended, back_after_s, ended
+from matrix.runs import PATIENT, Ended, back_after_s, ended
 from offbeat.accounts import APPLIED
 from offbeat.run.checkpoint import newest_checkpoint
 
@@ -42,7 +42,7 @@ def kill_workers(seed: int) -> Trial:
     every = draw.choice([20, 60, 100_000])
     faults = kills(draw, roles, draw.randint(3, 6))
     plan = Plan(seed, discipline, servers, workers, draw.randrange(100, 250), every, faults)
-    with ended(plan) as run:
+    with ended(plan, more=PATIENT) as run:
         pushes = run.events("push") if not run.complaints else []
         if not run.complaints:
             run.complaints += _about_incarnations(run, pushes)
@@ -104,7 +104,7 @@ def _kill_servers(draw: random.Random, seed: int, disciplines: Sequence[str], ac
 def kill_servers_that_promise(seed: int) -> Trial:
     draw = random.Random(f"row 2, {seed}")
     plan = _kill_servers(draw, seed, DISCIPLINES, "durable")
-    with ended(plan) as run:
+    with ended(plan, more=PATIENT) as run:
         recoveries_s = _after_servers(run)
         if not run.complaints:
             run.complaints += _about_promises(run)
@@ -145,7 +145,7 @@ def _after_servers(run: Ended) -> list[float]:
 def kill_servers(seed: int) -> Trial:
     draw = random.Random(f"row 3, {seed}")
     plan = _kill_servers(draw, seed, [*DISCIPLINES, "lock-free"], "applied")
-    with ended(plan) as run:
+    with ended(plan, more=PATIENT) as run:
         recoveries_s = _after_servers(run)
         if not run.complaints:
             run.complaints += _about_loads(run)

@@ -20,6 +20,8 @@ from matrix.row import Trial
 from offbeat.engines.forkserver import ForkServer
 from offbeat.run.events import read_events
 
+PATIENT = {"worker_timeout": 5.0}
+"""For runs in which nobody stands still: others are at work on the machine as well."""
 PATIENCE_S = 60.0
 """How long a run may take after its last fault; it is one of a second or two."""
 
