@@ -1,8 +1,8 @@
 """Processes that are killed where servers promise (--ack durable): what was answered is in.
 
 The oracle: every gradient is one and the learning rate is one, so that a parameter is minus the
-number of gradients that are in (chaos.py). What a worker wrote down as applied was answered. Row 2 of
-the matrix of faults (tests/support/matrix/processes.py) kills servers at any time.
+number of gradients that are in (chaos.py). What a worker wrote down as applied was answered. Row 2
+of the matrix of faults (tests/support/matrix/processes.py) kills servers at any time.
 
 pytest tests/engines/test_durable.py -m slow                      # as `make test-all` does
 DURABLE_RUNS=300 pytest tests/engines/test_durable.py -m slow     # more of them

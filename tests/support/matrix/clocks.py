@@ -60,7 +60,10 @@ def change_clock(seed: int) -> Trial:
     plan = Plan(seed, discipline, draw.choice([1, 2]), 2, 150, 20, ack=ack)
     after_s = draw.uniform(0.1, 0.8)
     source = f"from matrix.clocks import jump\njump({by_s}, {after_s}, {whose})\n{ORACLE_FILE}"
-    with _of_engine("engine" in whose, by_s, after_s), ended(plan, source=source, more=PATIENT) as run:
+    with (
+        _of_engine("engine" in whose, by_s, after_s),
+        ended(plan, source=source, more=PATIENT) as run,
+    ):
         if not run.complaints:
             run.complaints += _about_times(run)
         run.complaints = [f"{by_s:+g} s for {whose}: {what}" for what in run.complaints]
