@@ -67,7 +67,7 @@ BUGS = {
             "answered before it is on the disk",
             [(Ledger, "withholds", lambda *given: False), (Journal, "_bring", _bring_slowly)],
         ),
-        Bug("who is gone is not waited for", [(Patience, "given_up", lambda patience: ())]),
+        Bug("who is gone is not waited for", [(Patience, "given_up", lambda patience: set())]),
         Bug("an epoch of its own", [(MasterNetwork, "_remember", lambda *given: None)]),
         Bug("a last checkpoint", SIMULATED["no last checkpoint"].patches),
         Bug("digests", [(checkpoint, "_sha256", lambda raw: "0" * 64)]),
