@@ -18,6 +18,8 @@ from matrix.tally import Tally
 
 MOST_OFF = 40
 """Seeds within which a row has to notice that a protection is switched off."""
+MOST_AHEAD = 1000
+"""So many trials may be over, or begun, before one of an earlier seed is."""
 Told = tuple[int, Trial]
 
 
@@ -76,13 +78,18 @@ def _results(row: Row, amount: Amount, num_jobs: int) -> Iterator[Told]:
         begun = collections.deque()
         try:
             while True:
-                while len(begun) < 2 * num_jobs and time.monotonic() < amount.until_s:
+                busy = [future for _, future in begun if not future.done()]
+                may_begin = time.monotonic() < amount.until_s and len(begun) < MOST_AHEAD
+                if may_begin and len(busy) < num_jobs:  # what is begun is waited for in the end
                     seed = next(seeds)
                     begun.append((seed, pool.submit(try_once, row.number, seed)))
-                if not begun:
+                elif not begun:
                     return
-                seed, future = begun.popleft()
-                yield seed, future.result()
+                elif begun[0][1].done():
+                    seed, future = begun.popleft()
+                    yield seed, future.result()
+                else:
+                    concurrent.futures.wait(busy, return_when="FIRST_COMPLETED")
         finally:
             for _, future in begun:
                 future.cancel()
