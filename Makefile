@@ -2,7 +2,8 @@
 # make test    set up, then the tests (minutes); make test-all: the long ones too, with Lightning and transformers
 # make test-trackers  with Weights & Biases, MLflow and Trackio, in an environment of their own
 # make test-ray  what needs Ray, on three nodes that are all this machine (minutes)
-# make chaos   runs under a virtual clock with everything going wrong: make chaos SEEDS=100000
+# make chaos   runs under a virtual clock with everything going wrong, then real processes, disks and
+#              networks, row by row: make chaos SEEDS=100000 FAULTS="--rows 1,2 --trials 100"
 # make check   formatting, lint and types
 # make setup   only the virtual environment; make clean removes it, and that of the trackers
 
@@ -67,6 +68,7 @@ test-ray: $(RAY)
 
 chaos: $(READY)
 	$(BIN)/python scripts/chaos.py --seeds $(SEEDS) $(ARGS)
+	$(BIN)/python scripts/faults.py $(FAULTS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -78,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[known.command](known)
     except OffbeatError as error:
         what = "error: " if error.exit_code else ""
-        print(f"offbeat: {what}{error}", file=sys.stderr)
+        _say_aside(f"offbeat: {what}{error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("offbeat: interrupted", file=sys.stderr)
+        _say_aside("offbeat: interrupted")
         return INTERRUPTED
 
 
@@ -153,7 +153,7 @@ def _tell_interrupted(run_dir: Path, command: str) -> int:
     how = f"; go on with: offbeat {command} --resume {run_dir}"
     if not list_checkpoints(RunFolder(run_dir).checkpoints):
         how = " before the first checkpoint: there is nothing to go on from"
-    print(f"offbeat: interrupted{how}", file=sys.stderr)
+    _say_aside(f"offbeat: interrupted{how}")
     return INTERRUPTED
 
 
@@ -256,8 +256,10 @@ def _say_nothing(line: object) -> None:
 
 
 def _say_aside(line: str) -> None:
-    """Where the output is a script's own."""
-    print(line, file=sys.stderr)
+    """Where the output is a script's own, or it is an error."""
+    from offbeat.run.progress import say
+
+    say(line, aside=True)
 
 
 def _compare(known: argparse.Namespace) -> int:
@@ -282,14 +284,11 @@ def _compare(known: argparse.Namespace) -> int:
         begun = _say_nothing if beside is None else beside.start
         done = run_grid(asked, out, known.target, resume=known.resume, forks=forks, begun=begun)
     for name, reason in done.failed.items():
-        print(f"offbeat: {name} failed: {reason}", file=sys.stderr)
+        _say_aside(f"offbeat: {name} failed: {reason}")
     say(f"wrote {done.report}")
     if done.interrupted:
-        print(
-            f"offbeat: interrupted; go on with: offbeat compare --resume --out "
-            f"{shlex.quote(str(done.out))}",
-            file=sys.stderr,
-        )
+        where = shlex.quote(str(done.out))
+        _say_aside(f"offbeat: interrupted; go on with: offbeat compare --resume --out {where}")
         return INTERRUPTED
     return 1 if done.failed else 0
 
@@ -365,7 +364,7 @@ def _simulate(known: argparse.Namespace) -> int:
         found = simulate(known.run, **asked, say=say)
     print(telling.lead(found, known.run))
     for cell, why in found.left_out.items():
-        print(f"offbeat: left out {cell}: {why}", file=sys.stderr)
+        _say_aside(f"offbeat: left out {cell}: {why}")
     if known.out is not None:
         for path in telling.write_simulation(found, known.run, Path(known.out)):
             print(f"wrote {path}")
@@ -508,7 +507,7 @@ def _terms(known: argparse.Namespace) -> Terms:
     if known.token_file is not None:
         path = Path(known.token_file).expanduser()
         if path.is_file() and path.stat().st_mode & stat.S_IROTH:
-            print(f"offbeat: everybody here can read {path}: chmod 600 {path}", file=sys.stderr)
+            _say_aside(f"offbeat: everybody here can read {path}: chmod 600 {path}")
     return load_terms(os.environ, **{name: getattr(known, name) for name in files})
 
 

@@ -131,12 +131,12 @@ class Supervisor:
         self, member: Member, how: str | None, *, has_failed: bool = False, is_over: bool = False
     ) -> Decision:
         """`how` it died; None: it left in order. `has_failed`: it said what went wrong before.
-        `is_over`: the last checkpoint is committed."""
+        `is_over`: the last checkpoint is committed, and the evaluator alone has work to do."""
         member.is_there = False
         if has_failed:  # the books alone matter to a run that is being stopped
             is_late = self.is_stopping and member.role != "master"
             return Leave() if is_late else Blame()
-        if how is None or is_over or self.is_stopping:
+        if how is None or self.is_stopping or (is_over and member.is_needed):
             return Leave()
         if member.is_silent:
             how = f"was silent for {self.silence_s:g} s"

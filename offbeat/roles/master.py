@@ -222,13 +222,17 @@ class Master:
         patience: "Patience | None" = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         orders: Standing | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """`model` has the initial weights; they are copied here, before anybody trains it. `watch`
         is shown the servers when they are opened, and several times a second from then on. Without
         `patience` every worker is waited for: somebody else starts those again that die. `orders`
-        are those of somebody who looks on."""
+        are those of somebody who looks on. `say` shows a person a line; None: nobody looks."""
         self.job = job
         self.log = log
+        self._say = say or log.info
+        self._cannot_keep = False
+        """The last checkpoint could not be written, and a person was told so."""
         self.opened = threading.Event()
         """Every server has its shard, and the first checkpoint is committed."""
         self._folder = folder
@@ -484,6 +488,13 @@ class Master:
             self._commit_if_new(snapshots)
         except CheckpointError as error:  # training goes on; the next one may succeed
             self.log.error("%s", error)
+            if not self._cannot_keep:
+                self._say(f"warning: {error}; training goes on, and the next one is tried")
+            self._cannot_keep = True
+            return
+        if self._cannot_keep:
+            self._say(f"checkpoints are kept again, at version {snapshots[0].version}")
+        self._cannot_keep = False
 
     def _commit(self, snapshots: Sequence[ShardState]) -> None:
         for index, snapshot in enumerate(snapshots):
@@ -502,7 +513,7 @@ class Master:
         )
         path = save_checkpoint(self._folder.checkpoints, checkpoint)
         digests = shard_digests(path)
-        prune_checkpoints(self._folder.checkpoints, self.job.config.keep)
+        self._prune()
         self._last_versions = [s.version for s in snapshots]
         shards = list(zip(self._last_versions, digests, strict=True))
         more = {"shards": shards, "at_s": self._clock()}
@@ -512,6 +523,12 @@ class Master:
         # should the newest be damaged, the one before it and the journal have everything
         self._tell_covered(self._kept_entries if self.job.config.keep > 1 else entries)
         self._kept_entries = entries
+
+    def _prune(self) -> None:
+        try:
+            prune_checkpoints(self._folder.checkpoints, self.job.config.keep)
+        except CheckpointError as error:  # it takes room, and does no harm
+            self.log.warning("%s", error)
 
     def _tell_covered(self, entries: Sequence[int]) -> None:
         """What servers need no longer of their journals."""

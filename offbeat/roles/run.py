@@ -309,6 +309,7 @@ class Books:
             patience=context.patience,
             connect_timeout_s=context.connect_timeout_s,
             orders=context.orders,
+            say=context.say,
         )
         self._norms = (
             Norms(context.job, context.network, log=self._master.log, clock=context.clock)

@@ -349,7 +349,10 @@ def newest_checkpoint(folder: Path) -> Checkpoint:
 def prune_checkpoints(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep`."""
     for path in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {path}: {error.strerror or error}") from error
 
 
 def _describe(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, Any]:

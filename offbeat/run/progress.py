@@ -9,6 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WINDOW_S = 5.0
 """Rates are those of the last so many seconds."""
@@ -38,14 +42,49 @@ class Status:
     """Before the first gradient: what it takes."""
 
 
-def say(line: str) -> None:
-    """Print a line. When nobody can read it any more (`| head`, a full disk), go on without."""
+def say(line: str, *, aside: bool = False) -> None:
+    """Print a line; `aside`: to the errors. When nobody can read it any more (`| head`, a full
+    disk, a terminal that was closed), go on without."""
+    stream = sys.stderr if aside else sys.stdout
     try:
-        print(line, flush=True)
+        print(line, file=stream, flush=True)
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        _go_on_without(stream)
+
+
+def _go_on_without(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+class _Terminal:
+    """Standard output, for whoever draws on it; when it is gone, that is all the same to them."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            _go_on_without(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _go_on_without(self._stream)
+
+
+def _make_console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, file=cast(TextIO, _Terminal()))
 
 
 class Display(ABC):
@@ -196,7 +235,7 @@ class _Bar(Display):
     """Two lines that are redrawn in place: the bar, and the figures under it."""
 
     def __init__(self, title: str, total: int | None) -> None:
-        from rich.console import Console, Group
+        from rich.console import Group
         from rich.live import Live
         from rich.progress import (
             BarColumn,
@@ -209,7 +248,7 @@ class _Bar(Display):
 
         self._rates = _Rates(total)
         self._next_s = 0.0
-        console = Console(highlight=False)
+        console = _make_console()
         console.print(title, markup=False)
         self._progress = Progress(
             BarColumn(bar_width=None),
@@ -319,7 +358,7 @@ class _BarOverview(Overview):
     """The bar of the series, and under it what the run that is under way does."""
 
     def __init__(self, title: str, num_runs: int) -> None:
-        from rich.console import Console, Group
+        from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.text import Text
@@ -331,7 +370,7 @@ class _BarOverview(Overview):
         self._began_s = time.monotonic()
         self._left_s: float | None = None
         self._words = ""
-        console = Console(highlight=False)
+        console = _make_console()
         console.print(f"{title}: {num_runs} run{'s' * (num_runs > 1)}", markup=False)
         columns = (BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, expand=True)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 import offbeat
 from offbeat.cli import main
-from offbeat.run.progress import Status, make_display
+from offbeat.run.progress import Status, make_display, say
 
 RECIPE_FILE = """
 import sys; sys.path.insert(0, {tests!r})
@@ -127,6 +128,21 @@ def test_a_target_is_a_number_or_a_metrics_name_and_a_number(
 ) -> None:
     assert main(["report", str(tmp_path), "--target", target]) == 2
     assert "offbeat: error: argument --target:" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_where_its_terminal_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what was learned is kept."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        display = make_display("title", 1000, quiet=False)
+        display.update(status(1, 0.1))
+        os.close(ours)
+        for at_s in (1.0, 2.0):
+            display.update(status(2, at_s))
+            display.notice("stopping")
+            say("a line")
+        display.close()
 
 
 def test_a_score_that_is_no_number_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

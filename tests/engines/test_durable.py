@@ -1,7 +1,8 @@
 """Processes that are killed where servers promise (--ack durable): what was answered is in.
 
 The oracle: every gradient is one and the learning rate is one, so that a parameter is minus the
-number of gradients that are in (chaos.py). What a worker wrote down as applied was answered.
+number of gradients that are in (chaos.py). What a worker wrote down as applied was answered. Row 2
+of the matrix of faults (tests/support/matrix/processes.py) kills servers at any time.
 
 pytest tests/engines/test_durable.py -m slow                      # as `make test-all` does
 DURABLE_RUNS=300 pytest tests/engines/test_durable.py -m slow     # more of them
@@ -70,22 +71,6 @@ def test_a_server_that_is_killed_has_lost_nothing(
     journal."""
     faults = [Fault(share, "ps --index 0", signal.SIGKILL) for share in (0.3, 0.6)]
     check(tmp_path, Plan(0, discipline, servers, 2, 60, 100_000, faults, ack="durable"), forks)
-
-
-@slow
-@pytest.mark.parametrize("seed", range(RUNS))
-def test_servers_that_are_killed_at_any_time_have_lost_nothing(
-    tmp_path: Path, forks: ForkServer | None, seed: int
-) -> None:
-    draw = random.Random(f"servers {seed}")
-    servers = draw.choice([1, 1, 2])
-    faults = []
-    for share in sorted(draw.uniform(0.05, 1.0) for _ in range(draw.randint(1, 4))):
-        for index in draw.sample(range(servers), draw.randint(1, servers)):  # or all at once
-            faults.append(Fault(share, f"ps --index {index}", signal.SIGKILL))
-    about = (draw.choice(DISCIPLINES), servers, draw.choice([2, 3]), draw.randrange(60, 200))
-    every = draw.choice([20, 60, 100_000])
-    check(tmp_path, Plan(seed, *about, every, faults, ack="durable"), forks)
 
 
 # -- everything is killed --------------------------------------------------------------------------

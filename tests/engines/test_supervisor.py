@@ -77,6 +77,9 @@ def test_who_leaves_in_order_or_when_all_is_over_has_no_successor() -> None:
     supervisor, by_name = a_run()
     assert supervisor.ended(by_name["worker-1"], None) == Leave()
     assert supervisor.ended(by_name["ps-0"], "ended with 1", is_over=True) == Leave()
+    again = supervisor.ended(by_name["evaluator"], "was killed by SIGKILL", is_over=True)
+    assert again == StartAgain("was killed by SIGKILL"), "it has the last checkpoint to score"
+    assert supervisor.ended(by_name["evaluator"], None, is_over=True) == Leave()
     supervisor.stop(1.0, has_begun=True)
     assert supervisor.ended(by_name["ps-1"], "ended with 1") == Leave()
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix.checkpoints import make_checkpoint, small_model
+from checkpoints import make_checkpoint, small_model
+from helpers import toy_job
 from safetensors.torch import load_file
+from scripted import ScriptedNetwork, ScriptedServer, a_master, run_master
 
 import offbeat
 from offbeat.accounts import Account
@@ -24,6 +26,7 @@ from offbeat.run.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from offbeat.run.rundir import RunFolder
 from offbeat.shard import Shard, ShardState, partition, segments_of
 
 
@@ -94,6 +97,44 @@ def test_one_that_cannot_be_finished_is_absent(
     with pytest.raises(CheckpointError, match="No space left"):
         save_checkpoint(tmp_path, make_checkpoint(version=2))
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_a_disk_that_is_full_for_a_while_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on meanwhile, with the last checkpoint that there was room for."""
+    write, told, seen = checkpoints._write, [], []
+
+    def failing(path: Path, raw: bytes) -> None:
+        seen.append(int(path.parent.name.split(".")[1]))
+        if seen[-1] in (4, 8):
+            raise OSError(28, "No space left on device")
+        write(path, raw)
+
+    monkeypatch.setattr(checkpoints, "_write", failing)
+    job, folder = toy_job(workers=1, checkpoint_every=4, eval_every=0), RunFolder(tmp_path)
+    network = ScriptedNetwork([ScriptedServer([0, 4, 8, 12, 16])])
+    with a_master(folder, job, network, say=told.append) as master:
+        assert master.run() == "finished"
+    assert {4, 8, 12} <= set(seen)
+    assert len(told) == 2, told
+    assert "00000004: No space left on device; training goes on" in told[0]
+    assert told[1] == "checkpoints are kept again, at version 12"
+    assert newest_checkpoint(folder.checkpoints).version == 16
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path, **given: bool) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", failing)
+    job, folder = toy_job(workers=1, checkpoint_every=4, keep=1), RunFolder(tmp_path)
+    assert run_master(folder, job, [ScriptedServer([0, 4, 8])]) == "finished"
+    assert newest_checkpoint(folder.checkpoints).version == 8
+    with pytest.raises(CheckpointError, match=r"cannot remove .*: Input/output error"):
+        prune_checkpoints(folder.checkpoints, 1)
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -11,18 +11,22 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from processes import find_processes, leftovers
 
 from offbeat.api import train_config
 from offbeat.config import make_config
 from offbeat.engines.forkserver import ForkServer
+from offbeat.errors import RunDirError
+from offbeat.run.addresses import Cluster
 from offbeat.run.checkpoint import newest_checkpoint
 from offbeat.run.events import Followed
 from offbeat.run.progress import Display, Status
+from offbeat.run.rundir import RunFolder
 
 ORACLE_FILE = """
 import time
@@ -56,10 +60,23 @@ class Fault:
     number: signal.Signals
     pause_s: float = 0.0
     """Then goes on, if it was only stopped; 0: never."""
+    delay_s: float = 0.0
+    """So long after that share was seen to be done: events come in bursts, and faults at any
+    time."""
 
     def __str__(self) -> str:
         what = f"{self.number.name} {self.role} at {self.after:.0%}"
+        what += f" and {self.delay_s:.3f} s" if self.delay_s else ""
         return f"{what} for {self.pause_s:.1f} s" if self.pause_s else what
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that found somebody."""
+
+    fault: Fault
+    at_s: float
+    """On the run's clock."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +153,30 @@ class ChaosRun:
     """A run of the oracle under a plan: the engine in a thread of this process, the roles as
     processes, so that a run takes little more than its steps."""
 
-    def __init__(self, folder: Path, plan: Plan, forks: ForkServer | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        forks: ForkServer | None,
+        *,
+        source: str = ORACLE_FILE,
+        more: Mapping[str, Any] | None = None,
+        is_oracle: bool = True,
+    ) -> None:
+        """`source`: of the recipe, which every role imports; `more`: options. `is_oracle`: its
+        parameters count what is in."""
         self.plan = plan
+        self._is_oracle = is_oracle
         self.run_dir = folder / "run"
         self.notes = Notes()
         self.error: BaseException | None = None
+        self.struck: list[Struck] = []
+        self.began_s: float | None = None
+        """When the run's clock began; None: that is not known yet."""
         self._done = dict.fromkeys(range(plan.workers), 0)
         self._followed = Followed(self.run_dir / "events", "worker-*.jsonl", from_start=True)
         recipe = folder / "oracle.py"
-        recipe.write_text(ORACLE_FILE)
+        recipe.write_text(source)
         options = {
             "recipe": f"{recipe}:recipe",
             "run_dir": str(self.run_dir),
@@ -159,6 +191,7 @@ class ChaosRun:
             "threads": 1,
             "device": "cpu",
             "ack": plan.ack,
+            **(more or {}),
         }
         if make_config(options).chosen.kind.merges:
             options["rule"] = "sum"  # the parameters are to count gradients, not updates
@@ -190,25 +223,39 @@ class ChaosRun:
         """Have every fault happen in its turn, as long as the run lasts."""
         timers = []
         for fault in self.plan.faults:
-            if not self._reaches(fault.after):
+            if not self._reaches(fault.after) or self.has_ended(fault.delay_s):
                 break
             for pid in self.pids(fault.role):
-                _signal(pid, fault.number)
+                if not _signal(pid, fault.number):
+                    continue
+                self.struck.append(Struck(fault, self.clock()))
                 if fault.pause_s:
                     timers.append(threading.Timer(fault.pause_s, _signal, (pid, signal.SIGCONT)))
                     timers[-1].start()
         for timer in timers:
             timer.join()
 
+    def clock(self) -> float:
+        """The run's, once it has begun."""
+        return time.monotonic() - (self.began_s or 0.0)
+
     def _reaches(self, share: float) -> bool:
         """Wait until so much is done; False: the run was over before."""
         count = int(share * self.plan.steps)
         deadline_s = time.monotonic() + 60
         while not self.has_ended() and time.monotonic() < deadline_s:
-            if min(self.steps_done()) >= count:
+            if min(self.steps_done()) >= count and self._knows_its_clock():
                 return True
             time.sleep(0.005)
         return False
+
+    def _knows_its_clock(self) -> bool:
+        if self.began_s is None:
+            try:
+                self.began_s = Cluster.read(RunFolder(self.run_dir)).began_s
+            except RunDirError:
+                return False  # not yet, or not any more
+        return True
 
     def steps_done(self) -> list[int]:
         """Of each worker; reads only what is new, so that it may be asked often."""
@@ -235,6 +282,8 @@ class ChaosRun:
             if row["gradients"] != sum(row[k] for k in ("applied", "dropped", "rejected", "lost")):
                 yield f"shard {index}: the books do not add up: {row}"
             counts = {-int(value) for value in shard.tensors["params"]}
+            if not self._is_oracle:
+                counts = {row["applied"]}
             if plan.discipline == "lock-free":  # racing additions to an element may be lost
                 if max(counts) > row["applied"]:
                     yield f"shard {index}: {counts} are in, {row['applied']} in the books"
@@ -249,8 +298,10 @@ class ChaosRun:
             yield f"left behind: {left}"
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """False: it has ended meanwhile."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        return  # it has ended meanwhile
+        return False
+    return True

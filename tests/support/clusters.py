@@ -233,8 +233,7 @@ class Proxy:
     """Passes bytes on to an address, until it is told to cut all connections."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("tcp:").rpartition(":")
-        self._target = (host, int(port))
+        self._target = _place_of(address)
         self._door = socket.create_server(("127.0.0.1", 0))
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._broken: list[tuple[socket.socket, socket.socket]] = []
@@ -273,6 +272,11 @@ class Proxy:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
+    def move(self, address: str) -> None:
+        """From now on somebody else is there."""
+        self._target = _place_of(address)
+        self.cut()
+
     def cut(self) -> None:
         """Break every connection, wherever it is in a frame. They are closed in the end only: as
         long as a thread may read, another connection must not get their numbers."""
@@ -294,3 +298,8 @@ class Proxy:
         for pair in self._broken:
             for end in pair:
                 end.close()
+
+
+def _place_of(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    return host, int(port)

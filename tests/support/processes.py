@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from offbeat.engines.forkserver import role_environment
 from offbeat.run.events import read_events
 
 TIMEOUT_S = 90.0
@@ -91,6 +92,7 @@ class LocalRun:
             stdout=self.output,
             stderr=subprocess.STDOUT,
             cwd=folder,
+            env=role_environment(),
             start_new_session=True,
         )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix import checkpoints, files, mutation, wire
+from matrix import files, forged, mutation, wire
 from matrix.desks import Tape, call_of
 from matrix.row import Row, Trial
 
@@ -194,10 +194,10 @@ def test_any_message_is_a_call_or_refused(ask: str, data: st.DataObject) -> None
 def test_a_checkpoint_that_says_anything_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, name: str, value: Any
 ) -> None:
-    path = checkpoints.a_checkpoint(tmp_path_factory.mktemp("run"))
+    path = forged.a_checkpoint(tmp_path_factory.mktemp("run"))
     described = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**described, name: value}))
-    checkpoints.signed(path)
+    forged.signed(path)
     with contextlib.suppress(CheckpointError):
         load_checkpoint(path).state_dict()
 
@@ -238,11 +238,11 @@ def test_a_count_that_no_journal_has_room_for_is_refused(field: str) -> None:
 
 
 def test_a_checkpoint_of_files_that_lie_elsewhere_is_refused(tmp_path: Path) -> None:
-    path = checkpoints.a_checkpoint(tmp_path)
+    path = forged.a_checkpoint(tmp_path)
     described = json.loads((path / "manifest.json").read_text())
     (tmp_path / "elsewhere").write_bytes((path / "frozen.safetensors").read_bytes())
     described["files"]["../elsewhere"] = described["files"].pop("frozen.safetensors")
     (path / "manifest.json").write_text(json.dumps(described))
-    checkpoints.signed(path)
+    forged.signed(path)
     with pytest.raises(CheckpointError, match=r"elsewhere"):
         load_checkpoint(path)

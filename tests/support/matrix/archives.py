@@ -21,8 +21,8 @@ from offbeat.data.fetch import get
 from offbeat.errors import DataError
 
 from . import switched_off
-from .checkpoints import checkpoints_that_lie
 from .desks import a_folder
+from .forged import checkpoints_that_lie
 from .row import Row, Trial
 
 CONTENT = {

@@ -44,8 +44,8 @@ from offbeat.transport.wire import (
 )
 
 from . import switched_off
-from .checkpoints import a_checkpoint, signed
 from .desks import EPOCH, PAYLOAD, SIZES, Desk, Tape, a_folder, hello_of
+from .forged import a_checkpoint, signed
 from .mutation import set_field
 from .row import Row, Trial
 

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from checkpoints import small_model
 
 from offbeat.config import make_config
 from offbeat.data.datasets import load_dataset
@@ -25,8 +26,8 @@ from offbeat.run.initial import read_initial
 from offbeat.transport.wire import ANSWER, CALL, HELLO, PUSH, Connection, json_frame, pack
 
 from .archives import CONTENT, known, tar_of, zip_of
-from .checkpoints import a_checkpoint, signed, small_model
 from .desks import Desk, Tape, a_folder, call_of, hello_of
+from .forged import a_checkpoint, signed
 from .row import Row, Trial
 
 

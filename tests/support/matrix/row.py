@@ -11,6 +11,8 @@ class Trial:
     """What should have held and did not; each a line that a person understands."""
     recovery_s: float | None = None
     """From the fault to the next update, where there is something to recover from."""
+    recoveries_s: tuple[float, ...] = ()
+    """The same, of a trial with several faults."""
     counted: int = 1
     """As how many of the row's trials this one counts: pushes, frames, bytes."""
 

@@ -7,10 +7,10 @@ bugs that the program had.
         simulate(seed).complaints
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from planting import Bug
 
 from offbeat.accounts import ACCEPTED, APPLIED, DUPLICATE, AccountBook, Accounts
 from offbeat.disciplines import Action, Apply, Bounded, Push, Reply, Sync
@@ -25,26 +25,6 @@ from offbeat.roles.sessions import Sessions
 from offbeat.roles.worker import Worker
 from offbeat.run import checkpoint
 from offbeat.transport.base import ReplyHeader, WelcomeHeader, WorkerEnd
-
-Patch = tuple[Any, str, Any]
-"""What of what is to be something else."""
-
-
-@dataclass(frozen=True)
-class Bug:
-    name: str
-    patches: Sequence[Patch]
-
-    @contextlib.contextmanager
-    def planted(self) -> Iterator[None]:
-        before = [(where, name, vars(where)[name]) for where, name, _ in self.patches]
-        try:
-            for where, name, value in self.patches:
-                setattr(where, name, value)
-            yield
-        finally:
-            for where, name, value in before:
-                setattr(where, name, value)
 
 
 def _claim_all(book: AccountBook, worker: int, incarnation: int, sequence: int) -> bool:
