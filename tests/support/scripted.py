@@ -16,6 +16,9 @@ from offbeat.run.job import Job
 from offbeat.run.rundir import RunFolder
 from offbeat.transport.base import CallEnd, Network
 
+NUM_ELEMENTS = 73
+"""Of the toy recipe's model, all at one server."""
+
 
 class ScriptedServer(CallEnd):
     """Answers the master's wishes with the versions that a test gives."""
@@ -38,7 +41,9 @@ class ScriptedServer(CallEnd):
             case "take":
                 if self.versions:
                     self.version = self.versions.pop(0)
-                return {"version": self.version, "accounts": {}}, {"params": torch.zeros(26)}
+                return {"version": self.version, "accounts": {}}, {
+                    "params": torch.zeros(NUM_ELEMENTS)
+                }
             case "finish":
                 self.reason = message["reason"]
         return {}, {}
