@@ -215,6 +215,7 @@ def test_own_model_by_standard_input_is_trained_with_threads(tmp_path: Path) -> 
     assert json.loads((run / "config.json").read_text())["config"]["engine"] == "inproc"
 
 
+@pytest.mark.slow
 def test_the_language_model_learns_and_reports_its_own_metric(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

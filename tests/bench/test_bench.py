@@ -170,6 +170,7 @@ def test_the_models_are_as_large_as_they_should_be(recipe: str, size: int) -> No
     assert sum(parameter.numel() for parameter in model.parameters()) == size
 
 
+@pytest.mark.slow
 def test_workers_on_a_gpu_are_timed_beside_bare_loops(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -249,7 +249,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(
     assert "choose another --run-dir" in error and len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_from_outside_ends_cleanly_with_a_checkpoint(
     recipes: str, number: signal.Signals
 ) -> None:
@@ -448,7 +450,8 @@ def test_a_module_is_imported_again_from_where_it_was(
     assert "importing zoo.toys failed" in error and "say where it is with --recipe" in error
 
 
-@pytest.mark.parametrize("where", [">&-", pytest.param("> /dev/full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [">&-", "> /dev/full"])
 def test_an_output_that_cannot_be_written_to_does_not_end_the_run(recipes: str, where: str) -> None:
     offbeat = f"{sys.executable} -m offbeat {' '.join(TRAIN)}"
     command = f"{offbeat} --recipe {recipes}:recipe --run-dir r {where}"

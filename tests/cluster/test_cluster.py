@@ -143,6 +143,7 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
                 role.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discipline", most_are_slow("sync", "bounded", but="sync"))
 def test_a_worker_that_never_comes_is_left_out(discipline: str, tmp_path: Path) -> None:
     with cluster(tmp_path, servers=2, workers=3, discipline=discipline) as made:
@@ -171,6 +172,7 @@ def test_a_worker_that_leaves_for_good_takes_nobody_along(discipline: str, tmp_p
         assert counts[0] == counts[2] == 120 and 0 < counts[1] < 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discipline", most_are_slow("sync", "lock-free", but="lock-free"))
 def test_a_server_that_is_started_again_gets_its_shard_back(
     discipline: str, tmp_path: Path
@@ -566,6 +568,7 @@ def test_eval_scores_the_newest_checkpoint(
     assert offbeat.evaluate(run) == result.test_accuracy
 
 
+@pytest.mark.slow
 def test_eval_follows_a_run(tmp_path: Path) -> None:
     lines: list[str] = []
     run = tmp_path / "r"

@@ -450,6 +450,7 @@ recipe = offbeat.Recipe(
 """
 
 
+@pytest.mark.slow
 def test_readers_of_a_worker_that_is_killed_die_with_it(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ def check(folder: Path, plan: Plan, forks: ForkServer | None) -> None:
 
 @pytest.mark.parametrize(
     ("discipline", "servers"),
-    [("apply-reply", 1), ("sync", 2)]
+    [("sync", 2)]
     + [
         pytest.param(discipline, servers, marks=slow)
         for discipline in DISCIPLINES

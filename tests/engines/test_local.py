@@ -209,7 +209,8 @@ def test_two_runs_at_once_do_not_disturb_each_other(start: Start) -> None:
 # -- deaths ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("discipline", [pytest.param("sync", marks=pytest.mark.slow), "lock-free"])
+@pytest.mark.slow
+@pytest.mark.parametrize("discipline", ["sync", "lock-free"])
 def test_a_killed_worker_is_replaced_and_nothing_is_applied_twice(
     start: Start, discipline: str
 ) -> None:

@@ -386,7 +386,8 @@ def test_a_run_goes_on_with_what_was_left_out(servers: int, tmp_path: Path) -> N
     assert "begins anew after step 13: it is another codec's" in logs_of(tmp_path / "cut")
 
 
-@pytest.mark.parametrize("codec", [pytest.param("int8", marks=pytest.mark.slow), "topk:0.05"])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "topk:0.05"])
 def test_a_worker_that_was_killed_goes_on_as_if_it_had_not_been(codec: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", servers=2, compress=codec, steps=40)
     flags = ("--workers", "1", "--servers", "2", "--steps", "40", "--compress", codec)
