@@ -281,6 +281,7 @@ def test_a_signal_from_outside_ends_cleanly_with_a_checkpoint(
     assert list(Path("r/checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_output_in_a_closed_pipe_is_no_traceback(recipes: str) -> None:
     offbeat = f"{sys.executable} -m offbeat {' '.join(TRAIN)}"
     command = f"{offbeat} --recipe {recipes}:recipe --run-dir r | head -1"

@@ -439,6 +439,7 @@ def test_a_run_under_way_is_not_changed_by_its_master(tmp_path: Path) -> None:
         finish(made, master)
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_cluster_file_is_told_so(tmp_path: Path) -> None:
     with cluster(tmp_path, servers=2, workers=2, epochs=60) as made:
         made.start_servers()

@@ -47,7 +47,8 @@ def nodes(cluster: RayNodes) -> Iterator[RayNodes]:
 def test_roles_are_spread_over_the_nodes_and_the_run_is_like_any_other(
     tmp_path: Path, nodes: RayNodes
 ) -> None:
-    run = RayRun(tmp_path, nodes, "--discipline", "sync", "--workers", "2", "--servers", "2")
+    flags = ("--discipline", "sync", "--workers", "2", "--servers", "2", "--eval-every", "20")
+    run = RayRun(tmp_path, nodes, *flags)
     assert run.wait() == 0, run.text()
     placed = run.placed()
     assert set(placed) == {"ps-0", "ps-1", "master-0", "worker-1", "evaluator-0"}
@@ -59,7 +60,7 @@ def test_roles_are_spread_over_the_nodes_and_the_run_is_like_any_other(
     assert run.num_steps(0) == run.num_steps(1) > 0
     assert (run.run_dir / "logs" / "worker-1.log").exists()
 
-    local = LocalRun(tmp_path, "--discipline", "sync", "--workers", "2", "--servers", "2", run="l")
+    local = LocalRun(tmp_path, *flags, run="l")
     assert local.wait() == 0, local.text()
     ours, theirs = offbeat.load(run.run_dir), offbeat.load(local.run_dir)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "to the bit"

@@ -262,6 +262,7 @@ def test_a_worker_takes_part_and_goes_on_where_it_was(
     assert not result.test_scores, "a worker's scores are none"
 
 
+@pytest.mark.slow
 def test_a_worker_is_stopped_and_the_others_go_on(
     with_a_master: tuple[Cluster, MastersLoop],
 ) -> None:

@@ -280,7 +280,7 @@ def without_dropout() -> nn.Module:
     ("recipe", "options"),
     [
         (alexnet.recipe, {}),
-        (alexnet.fast, {"amp": "off"}),
+        pytest.param(alexnet.fast, {"amp": "off"}, marks=pytest.mark.slow),
         (simplecnn.recipe, {}),
         (dataclasses.replace(mnist_convnet.recipe, model=without_dropout), {}),
         pytest.param(

@@ -195,6 +195,7 @@ recipe = toy_recipe(loss=loss, metric=lambda model, batch: (0.0, 1))
 """
 
 
+@pytest.mark.slow
 def test_a_step_in_a_process_of_its_own(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "starving.py").write_text(STARVING)
     options = {"engine": "local", "workers": 1, "run_dir": run_dir, "quiet": True}

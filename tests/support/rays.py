@@ -147,10 +147,11 @@ def _takes_jobs(address: str) -> bool:
 
 
 class RayRun(LocalRun):
-    """`offbeat train --engine ray`, with its output and its roles' processes."""
+    """`offbeat train --engine ray`, with its output and its roles' processes, among which there is
+    an evaluator only where `flags` say so: each of them takes seconds to start."""
 
     def __init__(self, folder: Path, nodes: RayNodes, *flags: str, **more: Any) -> None:
-        where = ("--engine", "ray", "--ray-address", nodes.address)
+        where = ("--engine", "ray", "--ray-address", nodes.address, "--eval-every", "0")
         super().__init__(folder, *where, *flags, **more)
 
     def placed(self) -> dict[str, dict[str, Any]]:
