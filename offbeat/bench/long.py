@@ -6,6 +6,7 @@ machine shows in them, the processors' time for each update stands beside them. 
 process's resident set when a tenth was done, and when all but the last moment was.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -87,9 +88,10 @@ class Course:
         return next(look for look in self.looks if look.num_updates >= share * self.updates)
 
     def cpu_us(self, first: Look, last: Look) -> float:
-        """Of a processor's time, for each update between two looks."""
+        """Of a processor's time, for each update between two looks; NaN where so short a run was
+        not looked at in between."""
         num_updates = last.num_updates - first.num_updates
-        return 1e6 * (last.cpu_s - first.cpu_s) / num_updates
+        return 1e6 * (last.cpu_s - first.cpu_s) / num_updates if num_updates else math.nan
 
 
 def long(*, updates: int, rounds: int) -> list[Row]:
@@ -117,7 +119,7 @@ def _figures(folder: RunFolder, updates: int) -> dict[str, float]:
     found["us of CPU, last"] = course.cpu_us(course.at(0.9), looks[-1])
     tenth = course.at(0.1)
     for who, memory_mb in looks[-1].memory_mb.items():
-        found[f"{who}, MB at 10%"] = tenth.memory_mb.get(who, float("nan"))
+        found[f"{who}, MB at 10%"] = tenth.memory_mb.get(who, math.nan)
         found[f"{who}, MB at the end"] = memory_mb
     found["events, bytes/update"] = _size(folder.events) / updates
     found["logs, bytes"] = float(_size(folder.logs))
