@@ -215,6 +215,8 @@ class Sync(Discipline):
     def on_leave(self, worker: int) -> list[Action]:
         super().on_leave(worker)
         abandoned = self.arrived.pop(worker, None)
+        if not self.arrived:
+            self.waiting_since = None
         return ([Drop(abandoned)] if abandoned else []) + self._close_if_full()
 
     def on_tick(self, now: float) -> list[Action]:
@@ -228,6 +230,7 @@ class Sync(Discipline):
         self.round -= 1
         self.round_of.update({push.worker: self.round for push in pushes})
         self.arrived = {push.worker: push for push in pushes if push.worker in self.present}
+        self.waiting_since = None
 
     def _close_if_full(self) -> list[Action]:
         enough = max(1, len(self.present) - self.backup_workers)

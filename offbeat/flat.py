@@ -192,7 +192,7 @@ def _check(specs: Sequence[TensorSpec]) -> None:
         if (
             spec.offset != offset
             or math.prod(spec.shape) != spec.numel
-            or last >= (spec.numel or 1)
+            or (spec.numel and last >= spec.numel)
         ):
             raise ValueError(f"{spec.name} is not where it can be")
         if spec.sparse and len(spec.shape) < 2:

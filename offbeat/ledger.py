@@ -239,9 +239,9 @@ class Ledger:
             record.outcome = STALE
         elif not self._book.claim(record.worker, record.incarnation, record.sequence):
             record.outcome = DUPLICATE
-        elif record.sequence <= self._over.get(record.worker, 0):
+        elif self._over.pop(record.worker, 0) == record.sequence:
             record.outcome = DROPPED
-            return (Reply(record.worker),)
+            return (Reply(record.worker), *self._note(self.discipline.on_join(record.worker)))
         takes_turn = self.in_step and is_new and record.worker in self.discipline.present
         if record.outcome in ABSTAINING and not takes_turn:
             return (Reply(record.worker),)
@@ -268,9 +268,10 @@ class Ledger:
         this one was started anew: who takes part in the next one there does so here, too."""
         actions: list[Action] = []
         for worker, sequence in pushes.items():
-            self._over[worker] = max(sequence, self._over.get(worker, 0))
+            if worker in self.members or worker in self.discipline.present:
+                self._over[worker] = max(sequence, self._over.get(worker, 0))
             record = self.under_way.get(worker)
-            if record is None or record.sequence > sequence or not self._is_gathered(record):
+            if record is None or record.sequence != sequence or not self._is_gathered(record):
                 continue
             actions += self._note(self.discipline.on_leave(worker))
             actions += [Reply(worker), *self._note(self.discipline.on_join(worker))]

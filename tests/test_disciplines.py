@@ -194,6 +194,15 @@ def test_a_deadline_closes_the_round_counted_from_the_first_gradient_seen() -> N
     assert sync.on_tick(106.5) == []  # the new round has a deadline of its own
 
 
+def test_nobody_has_waited_for_a_round_that_everybody_has_left() -> None:
+    sync = Sync(range(2), round_timeout_s=5)
+    sync.on_push(push(0, 1)), sync.on_tick(100)
+    sync.on_leave(0), sync.on_join(0)
+    sync.on_push(push(1, 1))
+    assert sync.on_tick(106) == [], "it has only just begun to wait"
+    assert sync.on_tick(111) == [Apply((push(1, 1),)), Reply(1)]
+
+
 # -- bounded -----------------------------------------------------------------------------------
 
 

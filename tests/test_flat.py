@@ -222,6 +222,16 @@ def test_a_manifest_survives_json_and_its_fingerprint_tells_models_apart() -> No
     assert manifest.fingerprint("sgd") != describe(nn.Linear(2, 2)).fingerprint("sgd")
 
 
+@pytest.mark.parametrize("shape", [(5, 0), (0, 5), (3, 4, 0), (3, 0, 4), (0,)])
+def test_a_manifest_with_tensors_of_no_elements_survives_json(shape: tuple[int, ...]) -> None:
+    module = nn.Linear(2, 2)
+    module.register_parameter("none", nn.Parameter(torch.empty(shape)))
+    module.register_buffer("none_either", torch.empty(shape))
+    module.register_buffer("nor_here", torch.empty(shape, dtype=torch.int64))
+    manifest = describe(module)
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+
+
 def test_a_buffer_that_the_module_assigns_anew_is_followed() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:

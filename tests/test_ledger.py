@@ -126,6 +126,35 @@ def test_what_is_of_a_round_that_is_over_elsewhere_is_dropped_and_answered() -> 
     assert ledger.pass_over({0: 6}) == [], "it is in an update already"
 
 
+def test_steps_that_are_done_again_are_of_no_round_that_is_over() -> None:
+    """Both were through with step 100 when their server died, which is back with 95 of them."""
+    ledger = make_ledger("sync", workers=2)
+    for worker in (0, 1):
+        ledger.join(worker, 0)
+        assert ledger.pass_over({0: 100, 1: 100}) == []
+    again = [PushRecord(worker, 0, 96) for worker in (0, 1)]
+    assert ledger.push(again[0], 95) == []
+    assert ledger.pass_over({0: 100, 1: 100}) == [], "somebody else comes, and tells the same"
+    apply, *_ = ledger.push(again[1], 95)
+    assert isinstance(apply, Apply) and [push.sequence for push in apply.pushes] == [96, 96]
+    assert ledger.push(PushRecord(0, 0, 97), 96) == []
+
+
+def test_who_is_answered_that_its_round_is_over_takes_part_in_the_next() -> None:
+    ledger = make_ledger("sync with a backup", workers=3)
+    for worker in (0, 1, 2):
+        ledger.join(worker, 0)
+    ledger.pass_over({2: 5})
+    for worker in (0, 1):  # they close the round without it
+        actions = ledger.push(PushRecord(worker, 0, 6), 3)
+    assert isinstance(actions[0], Apply)
+    ledger.take_part(actions[0].pushes, 3), ledger.applied(actions[0].pushes, 4, now=0.0)
+    assert ledger.push(PushRecord(2, 0, 5), 4) == (Reply(2),)
+    good = PushRecord(2, 0, 6)
+    ledger.push(good, 4)
+    assert good.outcome != DROPPED
+
+
 def test_who_leaves_before_its_turn_comes_keeps_its_outcome() -> None:
     ledger = make_ledger("sync", workers=2, in_step=True)
     ledger.load({0: Account(0, 5, applied=5)})

@@ -150,7 +150,8 @@ def _give_way() -> None:
     """To those who train: not even woken up does it take a core from one of them at once."""
     os.nice(NICE)
     if hasattr(os, "SCHED_BATCH"):  # Linux
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(PermissionError):  # it gives way already
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextlib.contextmanager

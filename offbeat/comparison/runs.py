@@ -29,7 +29,7 @@ from offbeat.engines.actors import asks_of
 from offbeat.engines.base import Engine
 from offbeat.engines.books import Books
 from offbeat.engines.forkserver import ForkServer, fork_server
-from offbeat.errors import ConfigError, OffbeatError, RunDirError
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError, RunDirError
 from offbeat.recipes.base import Recipe, RecipeFile, RecipeFunction
 from offbeat.report.groups import Target
 from offbeat.report.summary import summarise
@@ -278,7 +278,6 @@ class _Comparing:
         config = self.configs[cell]
         try:
             result = self.subject.run(config, overview.display, self.forks, self._begun)
-            prune_checkpoints(RunFolder(result.run_dir).checkpoints, self.grid.keep)
         except OffbeatError as error:
             self.failed[cell.name] = str(error)
             _leave_word(config, self.subject, error)
@@ -287,12 +286,19 @@ class _Comparing:
             self.interrupted = True
             return f"{cell.words}: interrupted"
         self.took_s[cell] = time.monotonic() - began_s
+        self._prune(RunFolder(result.run_dir), overview)
         if result.interrupted:
             self.interrupted = True
             return f"{cell.words}: interrupted"
         self.summaries[cell.name] = result.summary
         self._advise(result.summary, overview)
         return f"{cell.words}: {_in_brief(result)}"
+
+    def _prune(self, folder: RunFolder, overview: Overview) -> None:
+        try:
+            prune_checkpoints(folder.checkpoints, self.grid.keep)
+        except CheckpointError as error:  # it takes room, and the run is what it is
+            overview.notice(str(error))
 
     def _advise(self, summary: Mapping[str, Any], overview: Overview) -> None:
         """Once, not for every cell."""

@@ -438,7 +438,7 @@ class Exchange:
         welcome = self._links[shard].welcome
         self._reached[shard] = welcome.settled_sequence
         is_other = welcome.epoch != former.epoch
-        if is_other:
+        if is_other and not self._goes_on(shard, former):
             self._before[shard] = welcome.version
         if is_other and self._job.config.is_durable and not self._goes_on(shard, former):
             broken = "server %d has answered with version %d, and its disk has no more than %d"
@@ -465,7 +465,7 @@ class Exchange:
         computed on, unless it promises; and a sync round that was closed without it is over, so
         that it is late."""
         welcome = self._links[shard].welcome
-        is_late = self._job.facts.in_rounds and welcome.version != self.versions[shard]
+        is_late = self._job.facts.in_rounds and welcome.version != self._before[shard]
         return self._goes_on(shard, former) and not is_late
 
     def _goes_on(self, shard: int, former: WelcomeHeader) -> bool:

@@ -436,6 +436,29 @@ def test_in_rounds_a_server_that_was_started_anew_has_those_of_another_one(
     assert (outcome, bool(again.pushed)) == (APPLIED if is_open else LOST, bool(is_open))
 
 
+def test_what_went_to_a_server_that_was_started_anew_is_pushed_again_where_its_link_breaks(
+    rigged: Any,
+) -> None:
+    whole = ScriptedLink(1.0, welcome(5), reply(1, 6))
+    links = [
+        ScriptedLink(1.0, welcome(5), BROKEN),
+        ScriptedLink(1.0, welcome(3, epoch=1), BROKEN),
+        ScriptedLink(5.0, welcome(3, epoch=1), reply(1, 4, epoch=1)),
+    ]
+    made = rigged(links, [whole], discipline="sync")
+    pushes = frozenset([(0, 1), (1, 1)])
+    made.network.rounds = {
+        0: RoundPart(1, frozenset()),
+        1: RoundPart(0, frozenset(), version=5, pushes=pushes),
+    }
+    made.exchange.join()
+    made.push(1, value=0.25)
+    assert made.exchange.await_all() == APPLIED
+    for link in links[1:]:
+        ((header, slot),) = link.pushed
+        assert (header.epoch, header.base_version, set(slot[0])) == (1, 3, {0.25})
+
+
 def test_servers_that_promise_are_told_of_no_round(rigged: Any) -> None:
     """What the next one lacks everybody pushes again."""
     whole = ScriptedLink(1.0, welcome(5), reply(1, 6))
