@@ -16,7 +16,7 @@ from simulated.bugs import BUGS as SIMULATED
 
 from matrix.row import Protection
 from offbeat.disciplines import Sync
-from offbeat.engines.cluster import MasterNetwork
+from offbeat.engines.succession import Succession
 from offbeat.engines.supervisor import Decision, Member, StartAgain, Supervisor
 from offbeat.ledger import Ledger
 from offbeat.roles import master
@@ -68,7 +68,7 @@ BUGS = {
             [(Ledger, "withholds", lambda *given: False), (Journal, "_bring", _bring_slowly)],
         ),
         Bug("who is gone is not waited for", [(Patience, "given_up", lambda patience: set())]),
-        Bug("an epoch of its own", [(MasterNetwork, "_remember", lambda *given: None)]),
+        Bug("an epoch of its own", [(Succession, "remember", lambda *given: None)]),
         Bug("a last checkpoint", SIMULATED["no last checkpoint"].patches),
         Bug("digests", [(checkpoint, "_sha256", lambda raw: "0" * 64)]),
         Bug("journal not read", [(Journal, "read", lambda journal: iter(()))]),
