@@ -326,14 +326,10 @@ def test_a_comparison_runs_cells_side_by_side_and_says_so(tmp_path: Path, nodes:
 def test_a_cluster_of_this_machine_is_started_where_one_is_wanted(
     tmp_path: Path, nodes: RayNodes
 ) -> None:
-    run = LocalRun(tmp_path, "--engine", "ray", "--ray-address", "local", "--steps", "100000")
-    run.wait_for_steps(40)
-    niceness = {os.getpriority(os.PRIO_PROCESS, place["pid"]) for place in run.placed().values()}
-    assert niceness == {os.nice(0)}, "they are no less than other processes here"
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130, run.text()
+    run = LocalRun(tmp_path, "--engine", "ray", "--ray-address", "local", "--steps", "40")
+    assert run.wait() == 0, run.text()
     assert "one of this machine's own is started for the run" in run.text()
-    assert run.summary()["kept"][0]["applied"] >= 40
+    assert run.summary()["kept"][0]["applied"] == 80
 
 
 def test_a_submitted_job(tmp_path: Path) -> None:
