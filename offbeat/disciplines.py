@@ -215,22 +215,19 @@ class Sync(Discipline):
     def on_leave(self, worker: int) -> list[Action]:
         super().on_leave(worker)
         abandoned = self.arrived.pop(worker, None)
-        if not self.arrived:
-            self.waiting_since = None
+        self.waiting_since = self.waiting_since if self.arrived else None
         return ([Drop(abandoned)] if abandoned else []) + self._close_if_full()
 
     def on_tick(self, now: float) -> list[Action]:
         if not self.arrived:
             return []
-        if self.waiting_since is None:
-            self.waiting_since = now
+        self.waiting_since = now if self.waiting_since is None else self.waiting_since
         return self._close() if now - self.waiting_since >= self.round_timeout_s else []
 
     def on_reopen(self, pushes: Sequence[Push]) -> None:  # the ledger says when
         self.round -= 1
         self.round_of.update({push.worker: self.round for push in pushes})
         self.arrived = {push.worker: push for push in pushes if push.worker in self.present}
-        self.waiting_since = None
 
     def _close_if_full(self) -> list[Action]:
         enough = max(1, len(self.present) - self.backup_workers)
